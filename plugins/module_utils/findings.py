@@ -1,0 +1,64 @@
+# Copyright: blackwell.dsv4 contributors
+# GNU General Public License v3.0-or-later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""An append-only record in Markdown: an entry is added only when its key differs from the last one's.
+
+The date is part of the entry, never of the key, so a run that changed nothing writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+
+KEY_LINE = re.compile(r"^<!-- dsv4-record: (\S+) -->$", re.MULTILINE)
+KEY = re.compile(r"^[0-9a-zA-Z._:-]+$")
+
+
+class FindingsError(ValueError):
+    """The record or the entry cannot be used as it is; the message says why and what to do."""
+
+
+def last_key(text: str) -> str | None:
+    """Key of the newest entry in ``text``, or None when there is none."""
+    keys = KEY_LINE.findall(text)
+    return keys[-1] if keys else None
+
+
+def entry(date: str, title: str, body: str, key: str) -> str:
+    """One entry: heading, body, and the key line that the next run compares."""
+    if not KEY.match(key):
+        raise FindingsError(f"key {key!r} has characters that a key line cannot carry; use letters, digits and ._:-")
+    if KEY_LINE.search(body):
+        raise FindingsError("the body holds a key line of its own; remove it")
+    return f"\n## {date} {title}\n\n{body.strip()}\n\n<!-- dsv4-record: {key} -->\n"
+
+
+def appended(text: str, preamble: str, date: str, title: str, body: str, key: str) -> str | None:
+    """``text`` with a new entry, or None when the last entry already has ``key``.
+
+    An empty record starts with ``preamble``.
+    """
+    if last_key(text) == key:
+        return None
+    base = text if text.strip() else preamble.strip() + "\n"
+    return base.rstrip("\n") + "\n" + entry(date, title, body, key)
+
+
+def write_atomic(path: str, text: str, mode: int) -> None:
+    """Replace ``path`` so that a reader sees the old or the new text, never a part.
+
+    Raises OSError when the folder is missing or the disk is full; the old file then stays.
+    """
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".findings-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
