@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Build the collection, install it into an empty folder and check its playbooks from there, as a user of the
+# tarball would.   usage: tests/package.sh   (ansible's programs on PATH)
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+git -C "$root" ls-files -z --cached --others --exclude-standard -- . ':!.collections' |
+  (cd "$root" && xargs -0 tar --no-recursion -cf -) | (mkdir "$work/source" && tar -C "$work/source" -xf -)
+cd "$work"
+ansible-galaxy collection build "$work/source" --output-path "$work/dist"
+ansible-galaxy collection install --offline --collections-path "$work/installed" "$work"/dist/blackwell-dsv4-*.tar.gz
+export ANSIBLE_COLLECTIONS_PATH="$work/installed" ANSIBLE_CONFIG=/dev/null
+for playbook in site verify rollback render bench; do
+  [ -e "$work/installed/ansible_collections/blackwell/dsv4/playbooks/$playbook.yml" ] || continue
+  ansible-playbook "blackwell.dsv4.$playbook" -i "$root/inventory/blackwell8" --syntax-check
+done
