@@ -1,0 +1,2 @@
+from pathlib import Path
+def ensure(): return Path("/nonexistent")
