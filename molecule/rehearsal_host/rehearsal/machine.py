@@ -25,7 +25,13 @@ from .common import CLONE, HERE, Problem, ca_bundle, cache_root, locked, run, sa
 
 RUN = Path("/run/blackwell-dsv4")
 REBOOT = 133  # exit code of systemd-nspawn when the guest asked for a reboot
-GUEST = HERE / "guest"
+NVML = HERE / "nvml"  # the stand-in kernel with its commands, and the description of the GPUs
+KERNEL_COMMANDS = ("update-initramfs", "update-grub", "lspci", "setpci", "mokutil", "modprobe", "modinfo", "dmesg")
+GUEST_FILES = {
+    NVML / "kernel": "usr/lib/rehearsal/kernel",
+    NVML / "gpus.json": "etc/rehearsal/gpus.json",
+    NVML / "rehearsal-kernel.service": "etc/systemd/system/rehearsal-kernel.service",
+}
 SHARES = ("wheels", "apt", "model")
 CLONE_NEWNS = 0x00020000
 PR_SET_PDEATHSIG = 1
@@ -118,8 +124,8 @@ class Machine:
             if held["base"] != base.key():
                 say("the base has changed since this host was booted: booting a new one")
                 return False
-            if held["guest"] != tree_digest(GUEST):
-                say("note: files under guest/ have changed since this host was booted (`host.py up --fresh` boots a new one)")
+            if held["guest"] != tree_digest(*GUEST_FILES):
+                say("note: the stand-in kernel or its GPUs have changed since this host was booted (`host.py up --fresh` boots a new one)")
             return True
         if not Path(held["clone"]).is_dir():
             say(f"taking over a host whose clone is gone ({self.describe(held)})")
@@ -170,15 +176,16 @@ class Machine:
 
     def _link(self, name: str, target: str) -> None:
         self._parents(name)
-        (self.home / "upper" / name).symlink_to(target)
+        link = self.home / "upper" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
 
     def _write_guest(self) -> None:
-        for path in sorted(GUEST.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                self._put(str(path.relative_to(GUEST)), path.read_bytes(), 0o755 if path.stat().st_mode & 0o100 else 0o644)
-        units = GUEST / "etc/systemd/system"
-        for unit in sorted(units.glob("*.service")) if units.is_dir() else ():
-            self._link(f"etc/systemd/system/multi-user.target.wants/{unit.name}", f"/etc/systemd/system/{unit.name}")
+        for source, name in GUEST_FILES.items():
+            self._put(name, source.read_bytes(), 0o755 if source.stat().st_mode & 0o100 else 0o644)
+        self._link("etc/systemd/system/sysinit.target.wants/rehearsal-kernel.service", "/etc/systemd/system/rehearsal-kernel.service")
+        for command in KERNEL_COMMANDS:  # before the real ones in PATH; dkms comes with its package
+            self._link(f"usr/local/sbin/{command}", "/usr/lib/rehearsal/kernel")
         self._put("etc/hostname", f"{self.name}\n")
         self._put("etc/hosts", f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n::1 localhost ip6-localhost\n")
         self._put("etc/ssh/sshd_config.d/20-port.conf", f"ListenAddress 127.0.0.1:{self.port}\nHostKey /etc/ssh/ssh_host_ed25519_key\n")
@@ -233,7 +240,7 @@ class Machine:
     def supervise(self) -> int:
         """Runs as the detached process until the guest powers off or somebody ends us."""
         held = {
-            "name": self.name, "clone": str(CLONE), "cache": str(cache_root()), "port": self.port, "base": base.key(), "guest": tree_digest(GUEST),
+            "name": self.name, "clone": str(CLONE), "cache": str(cache_root()), "port": self.port, "base": base.key(), "guest": tree_digest(*GUEST_FILES),
             "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "supervisor": vars(Process(os.getpid())), "nspawn": None,
         }

@@ -1,2 +1,68 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The wheelhouse: every wheel that the requirement files name, for the Python of the rehearsal host.
+
+files/requirements/NAME.txt is what a real host gets. requirements/NAME.txt beside this package takes its place here: the
+rehearsal engine instead of the 10 GB one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
 from pathlib import Path
-def ensure(): return Path("/nonexistent")
+
+from .common import CLONE, HERE, Problem, cache_root, cached_folder, digest, run, say, tree_digest
+
+PYTHON = "3.13"  # of the suite in base.py
+GLIBC = range(41, 4, -1)  # manylinux_2_41 and all before it
+ENGINE = HERE / "engine"
+LOCAL = "+rehearsal"  # a version of our own, built here
+
+
+def files() -> list[Path]:
+    found = {path.name: path for folder in (CLONE / "files/requirements", HERE / "requirements") for path in sorted(folder.glob("*.txt"))}
+    return [found[name] for name in sorted(found)]
+
+
+def ensure() -> Path:
+    store = cache_root() / "wheels"
+    parts = []
+    if (ENGINE / "build_backend.py").is_file():
+        parts.append(cached_folder(store / "engine", tree_digest(ENGINE), "wheel of the rehearsal engine", _build_engine))
+    engine = parts[:1]
+    for path in files():
+        text = path.read_text()
+        key = digest(PYTHON, text, [str(folder) for folder in engine] if LOCAL in text else [])
+        parts.append(cached_folder(store / path.stem, key, f"wheels of {path.relative_to(CLONE)}", lambda work, path=path: _download(path, engine, work)))
+    return cached_folder(store / "all", digest([str(part) for part in parts]), "wheelhouse", lambda work: _join(parts, work))
+
+
+def _build_engine(work: Path) -> None:
+    """By the package's own backend, which needs nothing but the standard library."""
+    spec = importlib.util.spec_from_file_location("rehearsal_engine_backend", ENGINE / "build_backend.py")
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    backend.build_wheel(str(work))
+
+
+def _download(path: Path, find_links: list[Path], work: Path) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise Problem(f"{sys.executable} has no pip: use `make rehearse`, which has a virtual environment, or install python3-pip")
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
+    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(work), "--only-binary=:all:",
+            "--implementation=cp", f"--python-version={PYTHON}", *(f"--platform={platform}" for platform in platforms),
+            *(f"--find-links={folder}" for folder in find_links), "--requirement", str(path)]
+    run(argv)
+    say(f"  {path.name}: {len(list(work.iterdir()))} wheels, {sum(wheel.stat().st_size for wheel in work.iterdir()) / 1e6:.0f} MB")
+
+
+def _join(parts: list[Path], work: Path) -> None:
+    for part in parts:
+        for wheel in part.iterdir():
+            if not (work / wheel.name).exists():
+                try:
+                    os.link(wheel, work / wheel.name)
+                except OSError:
+                    shutil.copy2(wheel, work / wheel.name)
