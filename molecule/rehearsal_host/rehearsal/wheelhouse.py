@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The wheelhouse: every wheel that the requirement files name, for the Python of the rehearsal host.
 
-files/requirements/NAME.txt is what a real host gets. requirements/NAME.txt beside this package takes its place here: the
-rehearsal engine instead of the 10 GB one.
+files/requirements/*.txt is what a real host gets, and this one too, but for the engine: engine*.txt is 10 GB of CUDA libraries.
+requirements/*.txt beside this package names the rehearsal engine instead; a file of the same name there takes the other's place.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ LOCAL = "+rehearsal"  # a version of our own, built here
 
 
 def files() -> list[Path]:
-    found = {path.name: path for folder in (CLONE / "files/requirements", HERE / "requirements") for path in sorted(folder.glob("*.txt"))}
+    found = {path.name: path for path in (CLONE / "files/requirements").glob("*.txt") if not path.name.startswith("engine")}
+    found.update({path.name: path for path in (HERE / "requirements").glob("*.txt")})
     return [found[name] for name in sorted(found)]
 
 
@@ -39,6 +41,24 @@ def ensure() -> Path:
     return cached_folder(store / "all", digest([str(part) for part in parts]), "wheelhouse", lambda work: _join(parts, work))
 
 
+def for_target(text: str) -> list[str]:
+    """The requirements that hold for the host's Python, without their markers: pip would judge markers by the Python it runs on."""
+    from pip._vendor.packaging.markers import Marker
+
+    target = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.5", "sys_platform": "linux", "platform_machine": "x86_64",
+              "platform_system": "Linux", "implementation_name": "cpython", "platform_python_implementation": "CPython", "os_name": "posix"}
+    lines = []
+    for line in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        if not line:
+            continue
+        requirement, *hashes = re.split(r"\s+(?=--hash=)", line)
+        name, _, marker = (part.strip() for part in requirement.partition(";"))
+        if not marker or Marker(marker).evaluate(target):
+            lines.append(" ".join([name, *hashes]))
+    return lines
+
+
 def _build_engine(work: Path) -> None:
     """By the package's own backend, which needs nothing but the standard library."""
     spec = importlib.util.spec_from_file_location("rehearsal_engine_backend", ENGINE / "build_backend.py")
@@ -50,11 +70,16 @@ def _build_engine(work: Path) -> None:
 def _download(path: Path, find_links: list[Path], work: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         raise Problem(f"{sys.executable} has no pip: use `make rehearse`, which has a virtual environment, or install python3-pip")
+    wanted = work / "requirements.txt"
+    wanted.write_text("".join(f"{line}\n" for line in for_target(path.read_text())))
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(work), "--only-binary=:all:",
             "--implementation=cp", f"--python-version={PYTHON}", *(f"--platform={platform}" for platform in platforms),
-            *(f"--find-links={folder}" for folder in find_links), "--requirement", str(path)]
+            *(f"--find-links={folder}" for folder in find_links), "--requirement", str(wanted)]
+    if "--hash=" in path.read_text():
+        argv.append("--no-deps")  # a lock is complete
     run(argv)
+    wanted.unlink()
     say(f"  {path.name}: {len(list(work.iterdir()))} wheels, {sum(wheel.stat().st_size for wheel in work.iterdir()) / 1e6:.0f} MB")
 
 
