@@ -97,7 +97,7 @@ static device handle(unsigned index) {
     device gpu = NULL;
     int (*by_index)(unsigned, device *) = (int (*)(unsigned, device *))need("nvmlDeviceGetHandleByIndex_v2");
     int code = by_index(index, &gpu);
-    if (code && !gpu) {
+    if (code) {
         fprintf(stdout, "Unable to determine the device handle for GPU%u: %s\n", index,
                 ((const char *(*)(int))need("nvmlErrorString"))(code));
         exit(code);
