@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -57,7 +56,12 @@ def up(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     host = machine.Machine()
     booted = host.up(shares(), arguments.take_over, arguments.fresh)
-    say(f"{host.name} is {'up' if booted else 'up already'} after {time.monotonic() - began:.1f} s: {shlex.join(host.ssh_argv())}")
+    say(f"{host.name} is {'up' if booted else 'up already'} after {time.monotonic() - began:.1f} s (a shell on it: molecule/rehearsal_host/host.py shell)")
+    return 0
+
+
+def check(_arguments: argparse.Namespace) -> int:
+    needs()
     return 0
 
 
@@ -108,11 +112,12 @@ def supervise(_arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="host.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command_name", required=True, metavar="{up,down,status,shell,logs}")
+    commands = parser.add_subparsers(dest="command_name", required=True, metavar="{up,down,check,status,shell,logs}")
     one = commands.add_parser("up", help="build what is missing, boot the host, wait until its systemd has started everything")
     one.add_argument("--take-over", action="store_true", help="throw away the host that another clone holds")
     one.add_argument("--fresh", action="store_true", help="throw away this clone's running host and boot a new one")
     one.set_defaults(call=up)
+    commands.add_parser("check", help="say in one line what is missing to boot a host").set_defaults(call=check)
     one = commands.add_parser("down", help="stop the host and remove its disk; the caches stay")
     one.add_argument("--take-over", action="store_true", help="also when another clone holds it")
     one.set_defaults(call=down)

@@ -1,0 +1,73 @@
+# Tests and the rehearsal. Needs git, GNU make and python3.11; what is built lies in the cache, outside the tree.
+#
+#   make rehearse        the whole main job on a host that is booted for it (root); again: changed=0
+#   make rehearse-down   stop and remove that host
+#   make test            everything that .ci/run runs
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/blackwell-dsv4
+# The virtual environment is named by what it is made from: another list of versions is another environment.
+VENV := $(CACHE)/venv/$(shell { $(PYTHON) -V; cat tests/requirements.txt; } 2>/dev/null | sha256sum | cut -c 1-12)
+HOST := molecule/rehearsal_host/host.py
+IN_VENV := PATH="$(VENV)/bin:$$PATH"
+
+.PHONY: help
+help:
+	@sed -n '/^#   make/s/^# *//p' Makefile; echo "parts of make test: $(PARTS)"
+
+.PHONY: venv
+venv: $(VENV)/.complete
+
+$(VENV)/.complete:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11, or name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments: apt-get install $(notdir $(PYTHON))-venv" >&2; exit 1; }
+	@echo "make: virtual environment $(VENV) ..."
+	@rm -rf "$(VENV)"; started=$$SECONDS; $(PYTHON) -m venv "$(VENV)"; \
+	"$(VENV)/bin/pip" install -qq --disable-pip-version-check --no-deps --requirement tests/requirements.txt; \
+	touch "$@"; echo "make: virtual environment done in $$((SECONDS - started)) s"
+
+# --- the rehearsal host ---------------------------------------------------------------------------------------
+
+.PHONY: rehearse rehearse-down rehearse-check
+rehearse-check:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11, or name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) $(HOST) check
+
+rehearse: rehearse-check venv
+	@$(IN_VENV) molecule/rehearsal_host/rehearse.sh
+
+rehearse-down:
+	@$(PYTHON) $(HOST) down
+
+# --- the tests ------------------------------------------------------------------------------------------------
+
+PARTS := lint unit check-kernels check-engine-args package molecule sanity
+.PHONY: test $(PARTS)
+test: rehearse-check venv
+	@$(IN_VENV) tests/parts.sh $(PARTS)
+
+lint: venv
+	$(IN_VENV) ansible-lint --offline --profile production --strict
+	$(IN_VENV) ruff check --quiet --exclude .collections .
+
+unit: venv
+	$(IN_VENV) PYTHONPATH=.collections python -m pytest -q -p no:cacheprovider tests/unit
+
+check-kernels: venv
+	$(IN_VENV) python files/kernels/check_kernels.py
+
+check-engine-args: venv
+	$(IN_VENV) tests/engine_args/check.sh
+
+package: venv
+	$(IN_VENV) tests/package.sh
+
+molecule: venv
+	$(IN_VENV) molecule test
+
+sanity: venv
+	$(IN_VENV) tests/sanity.sh
