@@ -1,0 +1,11 @@
+# Copyright: (c) 2026, blackwell.dsv4 contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""`python -m sglang.launch_server ARGUMENTS`, as SGLang 0.5.23 is started."""
+from __future__ import annotations
+
+import sys
+
+from sglang.rehearsal import launch
+
+if __name__ == "__main__":
+    sys.exit(launch.main(sys.argv[1:]))
