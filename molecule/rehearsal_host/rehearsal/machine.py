@@ -78,6 +78,7 @@ class Machine:
             raise Problem(f"REHEARSAL_NAME={self.name}: use letters, digits and dashes")
         self.home = cache_root() / "hosts" / self.name
         self.keys = cache_root() / "ssh"
+        self.ssh_config = self.keys / f"{self.name}.config"
         self.holder_file = RUN / f"{self.name}.json"
         self.lock = RUN / f"{self.name}.lock"
 
@@ -105,6 +106,7 @@ class Machine:
         """Bring the host up; returns whether it had to be booted. The shares' folders are what the guest sees under /srv/rehearsal."""
         with locked(self.lock, f"the host {self.name}"):
             held = self.holder()
+            self._make_key()
             if held and self._keep(held, take_over, fresh):
                 for share, source in shares.items():
                     same_tree(source, self.home / "share" / share)
@@ -143,7 +145,6 @@ class Machine:
                 probe.bind(("127.0.0.1", self.port))
             except OSError:
                 raise Problem(f"port {self.port} on 127.0.0.1 is in use by another program: set REHEARSAL_SSH_PORT to a free one") from None
-        self._make_key()
         for part in ("upper", "work", "root", "share"):
             (self.home / part).mkdir(parents=True, exist_ok=True)
         for share in SHARES:
@@ -155,11 +156,16 @@ class Machine:
         for name in ("id_ed25519", "host_ed25519"):
             if not (self.keys / name).is_file():
                 run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"rehearsal-{name}", "-f", str(self.keys / name)])
-        public = (self.keys / "host_ed25519.pub").read_text().split()[:2]
+        public = " ".join((self.keys / "host_ed25519.pub").read_text().split()[:2])
         known = self.keys / "known_hosts"
-        lines = {f"[127.0.0.1]:{self.port} {' '.join(public)}"}
+        lines = {f"[127.0.0.1]:{self.port} {public}"}
         lines.update(known.read_text().splitlines() if known.is_file() else ())
         write(known, "".join(f"{line}\n" for line in sorted(lines)))
+        settings = {
+            "HostName": "127.0.0.1", "Port": self.port, "User": "root", "IdentityFile": self.keys / "id_ed25519", "IdentitiesOnly": "yes",
+            "UserKnownHostsFile": known, "GlobalKnownHostsFile": "/dev/null", "StrictHostKeyChecking": "yes", "BatchMode": "yes", "ConnectTimeout": 5,
+        }
+        write(self.ssh_config, f"Host {self.name}\n" + "".join(f"    {name} {value}\n" for name, value in settings.items()))
 
     def _put(self, name: str, content: str | bytes, mode: int = 0o644) -> None:
         """A file in the overlay's upper folder; its parent folders keep the mode that the base gives them."""
@@ -361,10 +367,7 @@ class Machine:
     # -- talking to it -----------------------------------------------------------------------------------------------
 
     def ssh_argv(self) -> list[str]:
-        return [
-            "ssh", "-F", "none", "-i", str(self.keys / "id_ed25519"), "-p", str(self.port), "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes",
-            "-o", f"UserKnownHostsFile={self.keys / 'known_hosts'}", "-o", "GlobalKnownHostsFile=/dev/null", "-o", "ConnectTimeout=5", "root@127.0.0.1",
-        ]
+        return ["ssh", "-F", str(self.ssh_config), self.name]
 
     def ssh(self, argv: list[str], **options) -> subprocess.CompletedProcess:
         try:
