@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-k over each row's actual length, as the engine's topk_transform_paged; see kernel.cu and NOTES.md."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from typing import TYPE_CHECKING
+
+from .. import _lib, build_info
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_ROWS = 1024
+MAX_K = 2048
+# rows up to this width need no workspace
+REGISTER_WIDTH = 16384
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_longlong
+_INT = ctypes.c_int
+_ARGUMENTS = [_POINTER, _LONG, _INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG]
+_ARGUMENTS += [_INT, _INT, _INT, _INT, _INT, _INT, _POINTER]
+_launches = itertools.count()
+
+
+@functools.cache
+def granule_bits(k: int, width: int) -> int:
+    """Returns log2 of the scores that one maximum of the workspace stands for; negative when (k, width) is too large."""
+    return _lib.function("topk", "dsv4_topk_granule_bits", [_INT, _INT])(k, width)
+
+
+def maxima_stride(width: int, bits: int) -> int:
+    """Returns the workspace's row length in 32-bit words: one a granule, rounded up to 16 bytes."""
+    return -(-(-(-width >> bits)) // 4) * 4
+
+
+def refusal(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    out_page_indices: torch.Tensor,
+    page_size: int,
+    out_raw_indices: torch.Tensor | None = None,
+) -> str | None:
+    """Returns why these arguments cannot go through this kernel, or None when they can. Reads no device memory."""
+    import torch
+
+    from .. import _torch
+
+    device = scores.device
+    for name, tensor, dtype, dims in (
+        ("scores", scores, torch.float32, 2),
+        ("seq_lens", seq_lens, torch.int32, 1),
+        ("page_tables", page_tables, torch.int32, 2),
+        ("out_page_indices", out_page_indices, torch.int32, 2),
+    ):
+        if reason := _torch.refusal(name, tensor, dtype, dims, device):
+            return reason
+    rows, width = scores.shape
+    k = out_page_indices.shape[1]
+    if rows < 1 or seq_lens.shape[0] != rows or page_tables.shape[0] != rows or out_page_indices.shape[0] != rows:
+        return "the tensors differ in rows"
+    if out_raw_indices is not None:
+        if reason := _torch.refusal("out_raw_indices", out_raw_indices, torch.int32, 2, device):
+            return reason
+        if out_raw_indices.shape != out_page_indices.shape or not out_raw_indices.is_contiguous():
+            return "out_raw_indices is not dense or not of the output's shape"
+    if not out_page_indices.is_contiguous():
+        return "out_page_indices is not dense"
+    if page_size < 1 or page_size & (page_size - 1):
+        return f"page size {page_size} is no power of two"
+    if rows > MAX_ROWS and width > REGISTER_WIDTH:
+        return f"{rows} rows of width {width}: made for at most {MAX_ROWS} rows wider than {REGISTER_WIDTH}"
+    if _torch.row_stride(scores) % 4 or scores.data_ptr() % 16:
+        return "scores are not aligned to 16 bytes"
+    if not 1 <= k <= MAX_K or granule_bits(k, width) < 0:
+        return f"k {k} over width {width} is more than the kernel was made for"
+    if _torch.capability(device.index) not in build_info()["archs"]:
+        return f"this build has no code for {_torch.capability(device.index)}"
+    return None
+
+
+def launch(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    out_page_indices: torch.Tensor,
+    page_size: int,
+    out_raw_indices: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
+) -> None:
+    """Launches without checking; see topk_transform_paged. maxima: int32 [rows, maxima_stride(width, 4)] as the
+    indexer wrote them, or None for a workspace of this call."""
+    import torch
+
+    from .. import _torch
+
+    rows, width = scores.shape
+    k = out_page_indices.shape[1]
+    ready = maxima is not None
+    if maxima is None and width > REGISTER_WIDTH:
+        stride = maxima_stride(width, granule_bits(k, width))
+        maxima = torch.empty((rows, stride), dtype=torch.int32, device=scores.device)
+    code = _lib.function("topk", "dsv4_topk", _ARGUMENTS)(
+        scores.data_ptr(),
+        _torch.row_stride(scores),
+        width,
+        seq_lens.data_ptr(),
+        page_tables.data_ptr(),
+        _torch.row_stride(page_tables),
+        out_page_indices.data_ptr(),
+        out_raw_indices.data_ptr() if out_raw_indices is not None else None,
+        maxima.data_ptr() if maxima is not None else None,
+        maxima.shape[1] if maxima is not None else 0,
+        rows,
+        k,
+        page_size,
+        next(_launches) & 63,
+        int(ready),
+        _torch.multiprocessors(scores.device.index),
+        _torch.stream(scores),
+    )
+    _lib.check("topk", "top-k", code)
+
+
+def topk_transform_paged(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    out_page_indices: torch.Tensor,
+    page_size: int,
+    out_raw_indices: torch.Tensor | None = None,
+) -> None:
+    """Writes the slots of each row's k best scores, k = out_page_indices.shape[1].
+
+    scores [rows, width] fp32, seq_lens [rows] int32 (at most width; 0 and less select nothing), page_tables [rows, *]
+    int32, outputs [rows, k] int32. Selected token i becomes page_tables[row, i // page_size] * page_size + i %
+    page_size, tokens ascending, then -1. Ties go to the lower token. Nothing past a row's length is read. NaN scores
+    are not supported. Same bits at every run. Raises ValueError where refusal() gives a reason, KernelError when the
+    launch fails. Takes the signature of SGLang's function of this name.
+    """
+    reason = refusal(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices)
+    if reason:
+        raise ValueError(reason)
+    launch(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices)
