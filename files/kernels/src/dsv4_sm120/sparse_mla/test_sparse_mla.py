@@ -1,0 +1,608 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of sparse-MLA decode. Those marked `gpu` need a GPU of compute capability 9.0 or 12.0 and the built library
+(DSV4_SM120_LIB for a source tree); the others check the reference, the layout, the plan and the kernel's arithmetic on the
+CPU. "Hazard n" is a number of the list in NOTES.md."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import struct
+
+import pytest
+import torch
+
+import dsv4_sm120.sparse_mla as mla
+from dsv4_sm120 import _lib
+from dsv4_sm120.sparse_mla import reference
+
+SCALE = 512**-0.5
+
+
+def _no_gpu() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.cuda.get_device_capability() not in ((9, 0), (12, 0)):
+        return "GPU of compute capability %d.%d" % torch.cuda.get_device_capability()
+    try:
+        _lib.load(mla.LIBRARY)
+    except _lib.KernelError as error:
+        return str(error)
+    return ""
+
+
+NO_GPU = _no_gpu()
+
+
+def gpu(function):
+    return pytest.mark.gpu(pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU or "-")(function))
+
+
+# --- an independent reading of the cache and of the softmax: bytes, tables and Python floats ------------------------------
+
+
+def e4m3(code: int) -> float:
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
+
+
+def token(cache: torch.Tensor, slot: int) -> list[float]:
+    """Decodes one token from the storage's bytes, by address."""
+    raw = memoryview(cache.new_empty(0).set_(cache.untyped_storage()).numpy()).toreadonly()
+    tokens = cache.shape[1]
+    base = cache.storage_offset() + (slot // tokens) * cache.stride(0)
+    row, scale = base + (slot % tokens) * 576, base + tokens * 576 + (slot % tokens) * 8
+    nope = [e4m3(raw[row + i]) * 2.0 ** (raw[scale + i // 64] - 127) for i in range(448)]
+    rope = [struct.unpack("<f", b"\0\0" + bytes(raw[row + 448 + 2 * i : row + 450 + 2 * i]))[0] for i in range(64)]
+    return nope + rope
+
+
+def attend(query: list[float], tokens: list[list[float]], sink: float | None) -> tuple[list[float], float]:
+    """One head over decoded tokens, one at a time with a running maximum."""
+    top, total, sums = -math.inf, 0.0, [0.0] * 512
+    for values in tokens:
+        score = math.fsum(a * b for a, b in zip(query, values)) * SCALE
+        new = max(top, score)
+        shrink = math.exp(top - new) if total else 0.0
+        weight = math.exp(score - new)
+        total = total * shrink + weight
+        sums = [s * shrink + weight * v for s, v in zip(sums, values)]
+        top = new
+    if not tokens:
+        return [0.0] * 512, -math.inf
+    share = total + (math.exp(sink - top) if sink is not None else 0.0)
+    return [s / share for s in sums], top + math.log(total)
+
+
+def make_case(rows, heads, scopes, seed=0, device="cpu", holes=0.1, sink=True, pitch_extra=0, spread=2, lengths=None):
+    """Returns keyword arguments of sparse_mla_decode for scopes of (page tokens, pages, width)."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    q = torch.randn(rows, heads, 512, device=device, generator=generator).to(torch.bfloat16)
+    case = {"q": q, "attn_sink": torch.randn(heads, device=device, generator=generator) if sink else None}
+    names = (("k_cache", "indices", "topk_length"), ("extra_k_cache", "extra_indices", "extra_topk_length"))
+    for number, (tokens, pages, width) in enumerate(scopes):
+        pitch = reference.page_bytes(tokens) + pitch_extra
+        cache = reference.random_cache(pages, tokens, pitch, device, spread, generator)
+        indices = torch.randint(0, pages * tokens, (rows, width), device=device, generator=generator).int()
+        indices[torch.rand(rows, width, device=device, generator=generator) < holes] = -1
+        length = torch.randint(0, width + 1, (rows,), device=device, generator=generator).int()
+        if lengths is not None:
+            length = torch.tensor(lengths[number], device=device, dtype=torch.int32)
+        case.update(zip(names[number], (cache, indices, length)))
+    return case
+
+
+def expected(case):
+    scopes = [(case["k_cache"], case["indices"], case["topk_length"])]
+    if case.get("extra_k_cache") is not None:
+        scopes.append((case["extra_k_cache"], case["extra_indices"], case["extra_topk_length"]))
+    return reference.attention(case["q"], scopes, case["attn_sink"])
+
+
+# --- CPU: the reference and the bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [256, 64, 2])
+@pytest.mark.parametrize("pitch_extra", [0, 576 * 3 + 16])
+def test_layout_by_address(tokens, pitch_extra):
+    """Hazards 12, 14: pages at any pitch; padding and the eighth scale byte are 0xFF and never seen."""
+    cache = reference.random_cache(3, tokens, reference.page_bytes(tokens) + pitch_extra)
+    slots = torch.tensor([0, 1, tokens - 1, tokens, 3 * tokens - 1])
+    found = reference.gather(cache, slots)
+    for i, slot in enumerate(slots.tolist()):
+        assert found[i].tolist() == token(cache, slot)
+    assert torch.isfinite(found).all()
+
+
+def test_page_pitches_of_the_engine():
+    assert [reference.page_bytes(n) for n in (256, 64, 2)] == [149_760, 37_440, 1_728]
+
+
+def test_every_code_and_scale():
+    """Hazard 15: 0 is 2^-127, 255 is NaN, 0x7F and 0xFF are NaN."""
+    cache = reference.empty_cache(1, 256)
+    codes = torch.arange(256, dtype=torch.uint8)
+    nope = codes.unsqueeze(1).expand(256, 448)
+    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1).expand(256, 7)
+    reference.write(cache, torch.arange(256), nope, scales, torch.zeros(256, 64, dtype=torch.bfloat16))
+    found = reference.gather(cache, torch.arange(256))
+    for code in range(256):
+        want = e4m3(code) * 2.0 ** (code - 127) if code != 255 else math.nan
+        assert found[code, 0].item() == want or (math.isnan(want) and found[code, 0].isnan())
+    assert found[0, 0] == 0 and found[127].isnan().any() and found[255, 0].isnan()
+
+
+def test_quantise_round_trip():
+    latent = torch.randn(50, 512)
+    cache = reference.empty_cache(1, 64)
+    reference.write(cache, torch.arange(50), *reference.quantise(latent))
+    found = reference.gather(cache, torch.arange(50))
+    assert (found - latent).norm() / latent.norm() < 0.03
+    # the power of two is the smallest one that fits
+    rows, _ = reference.sections(cache)
+    top = rows[0, :50, :448].contiguous().view(torch.float8_e4m3fn).float().abs().view(50, 7, 64).amax(-1)
+    assert (top > 224 * 0.93).all() and (top <= 448).all()
+
+
+@pytest.mark.parametrize("scopes", [[(256, 1, 9)], [(64, 2, 7), (2, 20, 8)]])
+@pytest.mark.parametrize("sink", [True, False])
+def test_reference_against_bytes_and_plain_floats(scopes, sink):
+    """Hazards 1, 3, 17, 18: the sink once, -1 anywhere, no rotation, V is all 512 values."""
+    case = make_case(3, 2, scopes, seed=len(scopes), holes=0.3, sink=sink)
+    out, lse = expected(case)
+    for row, head in itertools.product(range(3), range(2)):
+        tokens = []
+        for cache, indices, lengths in (
+            (case["k_cache"], case["indices"], case["topk_length"]),
+            (case.get("extra_k_cache"), case.get("extra_indices"), case.get("extra_topk_length")),
+        ):
+            if cache is not None:
+                listed = indices[row, : lengths[row]].tolist()
+                tokens += [token(cache, slot) for slot in listed if slot >= 0]
+        want, want_lse = attend(case["q"][row, head].tolist(), tokens, case["attn_sink"][head].item() if sink else None)
+        assert torch.allclose(out[row, head], torch.tensor(want, dtype=torch.float64), atol=1e-12)
+        assert lse[row, head].item() == pytest.approx(want_lse, abs=1e-12)
+
+
+def test_reference_empty_rows():
+    """Hazards 2, 5: no valid token gives 0 and -inf, with a sink as well; also when entries exist but all are -1."""
+    case = make_case(3, 4, [(64, 2, 32)], lengths=[[0, 32, 5]])
+    case["indices"][1:] = -1
+    out, lse = expected(case)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_reference_ignores_what_masked_entries_point_at():
+    """Hazard 4: slots of NaN behind entries beyond the length."""
+    case = make_case(2, 4, [(64, 2, 32)], holes=0, lengths=[[16, 0]])
+    want = expected(case)[0]
+    rows, scales = reference.sections(case["k_cache"])
+    unused = sorted(set(range(128)) - set(case["indices"][0, :16].tolist()))
+    for slot in unused:
+        rows[slot // 64, slot % 64] = 0xFF
+    case["indices"][0, 16:] = unused[0]
+    assert torch.equal(expected(case)[0], want)
+
+
+# --- CPU: the plan and the launch ------------------------------------------------------------------------------------------
+
+
+def brute_force_size(tiles, budget, least):
+    size = 1
+    while sum(max(1, math.ceil(n / size)) for n in tiles) > budget:
+        size += 1
+    return max(size, min(least, max([1, *tiles])))
+
+
+def test_plan_against_brute_force():
+    rng = random.Random(5)
+    for _ in range(400):
+        rows = rng.randint(1, 40)
+        tiles = [rng.choice([0, 1, rng.randint(0, 40), rng.randint(0, 300)]) for _ in range(rows)]
+        budget, least = rows + rng.randint(0, 60), rng.choice([1, 6, 48])
+        units = reference.plan(tiles, budget, least)
+        assert rows <= len(units) <= budget
+        size = brute_force_size(tiles, budget, least)
+        slots = []
+        for row, n in enumerate(tiles):
+            mine = [u for u in units if u[0] == row]
+            assert [u[3] for u in mine] == list(range(len(mine))) and {u[4] for u in mine} == {len(mine)}
+            # contiguous, complete, even
+            assert mine[0][1] == 0 and mine[-1][2] == n and all(a[2] == b[1] for a, b in zip(mine, mine[1:]))
+            lengths = [u[2] - u[1] for u in mine]
+            assert max(lengths) - min(lengths) <= 1 and max(lengths) <= size
+            assert len(mine) == max(1, math.ceil(n / size))
+            if len(mine) > 1:
+                slots += [u[5] + u[3] for u in mine]
+        assert slots == list(range(len(slots)))
+        assert len(slots) <= 2 * (budget - rows)
+
+
+@pytest.mark.parametrize("block_slots", [396, 376])
+def test_launch_shape(block_slots):
+    for rows, heads, width in itertools.product([1, 2, 8, 16, 33, 64, 65, 512, 8192], [8, 16, 32, 64], [0, 512, 4096, 8192]):
+        shape = mla.launch_shape(rows, heads, (128, width), block_slots)
+        assert shape.units >= rows and shape.records <= 2 * block_slots
+        assert shape.cluster == 1 or rows * shape.head_blocks * shape.cluster <= block_slots
+        if width <= 512 and shape.cluster == 8:
+            assert not shape.planned  # 40 tiles fill one cluster of eight
+    assert mla.launch_shape(64, 16, (128, 512), 396).cluster == 4
+
+
+# --- CPU: the kernel's arithmetic ------------------------------------------------------------------------------------------
+
+
+def row_of_column(n):
+    return 4 + ((n >> 1) ^ 1) if n & 1 else n >> 1
+
+
+def swizzle(row, chunk):
+    return chunk ^ (row & 2)
+
+
+def banks(addresses, width):
+    return [b for a in addresses for b in range(a // 4 % 32, a // 4 % 32 + width // 4)]
+
+
+def test_shared_memory_reads_are_free_of_conflicts():
+    assert sorted(row_of_column(n) for n in range(8)) == list(range(8))
+    assert [row_of_column(2 * c) for c in range(4)] == [0, 1, 2, 3]
+    assert [row_of_column(2 * c + 1) for c in range(4)] == [4 + (c ^ 1) for c in range(4)]
+    for row in range(16):
+        assert sorted(swizzle(row, c) for c in range(36)) == list(range(36))
+    lanes = [(lane >> 2, lane & 3) for lane in range(32)]
+    for chunk0 in range(0, 28, 4):
+        key = [row_of_column(g) * 576 + swizzle(row_of_column(g), chunk0 + c) * 16 for g, c in lanes]
+        value = [c * 576 + swizzle(c, chunk0 + (g >> 1)) * 16 + (g & 1) * 8 for g, c in lanes]
+        odd = [(4 + (c ^ 1)) * 576 + swizzle(c, chunk0 + (g >> 1)) * 16 + (g & 1) * 8 for g, c in lanes]
+        assert all(swizzle(4 + (c ^ 1), 0) == swizzle(c, 0) for c in range(4))
+        for phase in range(4):
+            assert len(set(banks(key[8 * phase : 8 * phase + 8], 16))) == 32
+        for phase in range(2):
+            assert len(set(banks(value[16 * phase : 16 * phase + 16], 8))) == 32
+            assert len(set(banks(odd[16 * phase : 16 * phase + 16], 8))) == 32
+    rope = [c * 576 + swizzle(c, 28 + g) * 16 for g, c in lanes]
+    rope_key = [row_of_column(g) * 576 + swizzle(row_of_column(g), 28 + c) * 16 for g, c in lanes]
+    for phase in range(4):
+        assert len(set(banks(rope[8 * phase : 8 * phase + 8], 16))) == 32
+        assert len(set(banks(rope_key[8 * phase : 8 * phase + 8], 16))) == 32
+
+
+def model(case, cluster, units):
+    """The kernel's numbers in float32: tiles of 16, scales in the exponent of each value group, f16 probabilities, merge."""
+    q, log2e = case["q"].float(), math.log2(math.e)
+    outs = []
+    for row in range(q.shape[0]):
+        keys, exponents = [], []
+        for cache, indices, lengths in (
+            (case["k_cache"], case["indices"], case["topk_length"]),
+            (case.get("extra_k_cache"), case.get("extra_indices"), case.get("extra_topk_length")),
+        ):
+            if cache is None:
+                continue
+            listed = indices[row, : lengths[row]]
+            listed = listed[listed >= 0].long()
+            rows, scales = reference.sections(cache)
+            page, offset = listed // cache.shape[1], listed % cache.shape[1]
+            data = rows[page, offset]
+            nope = data[:, :448].contiguous().view(torch.float8_e4m3fn).float()
+            keys.append(torch.cat([nope, data[:, 448:].contiguous().view(torch.bfloat16).float()], 1))
+            exponents.append(torch.cat([scales[page, offset][:, :7].float() - 127, torch.zeros(len(listed), 1)], 1))
+        k, e = torch.cat(keys).view(-1, 8, 64), torch.cat(exponents)
+        score = torch.einsum("hgd,tgd->htg", q[row].view(-1, 8, 64), k).mul(torch.exp2(e)).sum(-1) * (SCALE * log2e)
+        partial = []
+        blocks = cluster * units
+        tiles = -(-len(k) // 16)
+        for block in range(blocks):
+            top = torch.full((q.shape[1], 8), -1e30)
+            total = torch.zeros(q.shape[1])
+            sums = torch.zeros(q.shape[1], 8, 64)
+            for tile in range(tiles * block // blocks, tiles * (block + 1) // blocks):
+                at = slice(16 * tile, 16 * tile + 16)
+                x = score[:, at, None] + e[at]
+                new = torch.maximum(top, x.amax(1))
+                p = torch.exp2(x - new.unsqueeze(1))
+                total = total * torch.exp2(top[:, 7] - new[:, 7]) + p[..., 7].sum(1)
+                p = torch.cat([p[..., :7].half().float(), p[..., 7:].bfloat16().float()], 2)
+                sums = sums * torch.exp2(top - new).unsqueeze(2) + torch.einsum("htg,tgd->hgd", p, k[at])
+                top = new
+            partial.append((top, total, sums))
+        top = torch.stack([t for t, _, _ in partial]).amax(0)
+        total = sum(torch.exp2(t[:, 7] - top[:, 7]) * l for t, l, _ in partial)
+        sums = sum(torch.exp2(t - top).unsqueeze(2) * s for t, _, s in partial)
+        sink = torch.exp2(case["attn_sink"] * log2e - top[:, 7]) if case["attn_sink"] is not None else 0
+        factor = torch.where(total == 0, torch.zeros(()), torch.exp2(top - top[:, 7:]).T / (total + sink)).T
+        outs.append((sums * factor.unsqueeze(2)).flatten(1).bfloat16())
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("cluster,units", [(1, 1), (4, 1), (8, 3)])
+@pytest.mark.parametrize("spread", [0, 2, 30])
+def test_model_of_the_kernel(cluster, units, spread):
+    """Scales as exponents of the softmax lose nothing: also when they differ by 2^60 within a group."""
+    case = make_case(4, 16, [(256, 1, 128), (64, 16, 512)], seed=3, spread=spread, lengths=[[128, 77, 0, 1], [512, 300, 0, 0]])
+    if spread == 30:
+        # keep the scores in range: a softmax over one token tests nothing
+        case["q"] = case["q"] * 2.0**-28
+    out, (want, _) = model(case, cluster, units), expected(case)
+    assert ((out.double() - want).norm() / want.norm()).item() < 1.85e-3
+    assert (out[2] == 0).all()
+
+
+# --- CPU: what the launcher refuses ----------------------------------------------------------------------------------------
+
+
+def test_scope_checks():
+    cache, indices, lengths = reference.empty_cache(2, 64), torch.zeros(3, 1, 128, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    cpu = torch.device("cpu")
+    found = mla._scope("k", cache, indices, lengths, 3, cpu)
+    assert (found.pitch, found.shift, found.width, found.stride) == (37_440, 6, 128, 128)
+    # hazard 21: one row's strides mean nothing
+    one = mla._scope("k", cache, torch.zeros(1, 128, dtype=torch.int32).as_strided((1, 128), (1, 1)), lengths[:1], 1, cpu)
+    assert one.stride == 128
+    for bad in (
+        dict(cache=cache.to(torch.int16)),
+        dict(cache=cache[:, :, :, :576]),
+        dict(cache=cache[:, :48]),
+        dict(indices=indices.long()),
+        dict(indices=indices[:2]),
+        dict(indices=indices.expand(3, 1, 128).permute(0, 2, 1).reshape(3, 128, 1)),
+        dict(lengths=lengths.long()),
+        dict(lengths=lengths[:2]),
+    ):
+        arguments = {"cache": cache, "indices": indices, "lengths": lengths, **bad}
+        with pytest.raises(mla.Unsupported):
+            mla._scope("k", arguments["cache"], arguments["indices"], arguments["lengths"], 3, cpu)
+    with pytest.raises(mla.Unsupported):
+        mla.flash_mla_with_kvcache_sm120(q=torch.zeros(1, 1, 16, 512), k_cache=cache, indices=indices)
+
+
+# --- GPU -------------------------------------------------------------------------------------------------------------------
+
+
+def run(case, **options):
+    """Runs the kernel on poisoned output and a workspace full of NaN."""
+    space = mla.workspace(case["q"].device)
+    space.partial.fill_(float("nan"))
+    out = torch.full((*case["q"].shape[:2], 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+    out, lse = mla.sparse_mla_decode(**case, out=out, **options)
+    torch.cuda.synchronize()
+    assert int(space.counters.abs().sum()) == 0
+    return out, lse
+
+
+def compare(case, error=1.85e-3, **options):
+    out, lse = run(case, **options)
+    want, want_lse = expected(case)
+    assert not out.isnan().any()
+    assert ((out.double() - want).norm() / want.norm().clamp(min=1e-30)).item() < error
+    empty = want_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty) and (out[empty] == 0).all()
+    if not empty.all():
+        assert (lse.double() - want_lse)[~empty].abs().max().item() < 1e-3
+    return out
+
+
+SCOPES = {
+    "swa": [(256, 40, 128)],
+    "c4": [(256, 40, 128), (64, 300, 512)],
+    "c4-direct": [(64, 160, 128), (64, 300, 512)],
+    "c128": [(256, 40, 128), (2, 9000, 512)],
+    "c128-long": [(256, 40, 128), (2, 9000, 4096)],
+}
+
+
+@gpu
+@pytest.mark.parametrize("scopes", SCOPES)
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 3, 16, 65])
+def test_random_shapes(scopes, heads, rows):
+    compare(make_case(rows, heads, SCOPES[scopes], seed=rows + heads, device="cuda"))
+
+
+@gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_splits_agree(cluster):
+    """Splits 1 against n within 1e-3 of bf16 output; bit-equal from run to run."""
+    case = make_case(5, 16, SCOPES["c128-long"], seed=9, device="cuda", lengths=[[128, 1, 0, 128, 60], [4096, 4000, 17, 0, 2048]])
+    out = compare(case, cluster=cluster)
+    for _ in range(20):
+        assert torch.equal(run(case, cluster=cluster)[0], out)
+    assert (run(case, cluster=1)[0].float() - out.float()).abs().max().item() < 1e-3
+
+
+@gpu
+def test_many_rows():
+    compare(make_case(700, 16, [(256, 40, 128), (64, 300, 64)], device="cuda"))
+
+
+@gpu
+def test_hazards_1_2_3_5_6():
+    """Sink once; empty rows; -1 inside the length, also as the only entry (C4 lengths are clamped to >= 1); whole tiles of
+    -1; padded rows (index 0, length 1, extra -1)."""
+    case = make_case(6, 16, SCOPES["c4"], device="cuda", lengths=[[128, 0, 1, 1, 128, 128], [512, 0, 1, 1, 512, 1]])
+    case["indices"][2], case["extra_indices"][2] = 0, -1
+    case["indices"][3], case["extra_indices"][3] = -1, -1
+    case["indices"][4, :70] = -1
+    case["extra_indices"][4, 16:496] = -1
+    case["extra_indices"][5] = -1
+    compare(case)
+    case["attn_sink"] = torch.full((16,), 50.0, device="cuda")
+    assert (run(case)[0].abs() < 1e-3).all()
+    case["attn_sink"] = None
+    compare(case)
+
+
+@gpu
+def test_hazards_4_14_15_nan_around():
+    """Masked entries point at NaN; bytes no token owns are 0xFF; a NaN that is listed comes out, in its row alone."""
+    case = make_case(3, 16, SCOPES["c4"], device="cuda", holes=0, lengths=[[64, 64, 64], [100, 100, 100]])
+    for cache, indices in ((case["k_cache"], case["indices"]), (case["extra_k_cache"], case["extra_indices"])):
+        rows, scales = reference.sections(cache)
+        used = torch.unique(indices[:, : 64 if indices.shape[1] == 128 else 100].long())
+        unused = torch.ones(rows.shape[0] * rows.shape[1], dtype=torch.bool, device="cuda")
+        unused[used] = False
+        rows[unused.view(rows.shape[:2])] = 0xFF
+        scales[unused.view(rows.shape[:2])] = 0xFF
+        spare = int(unused.nonzero()[0])
+        indices[:, 64 if indices.shape[1] == 128 else 100 :] = spare
+    compare(case)
+    for value in (0x7F, 0xFF):
+        cache = case["k_cache"].clone(memory_format=torch.preserve_format)
+        bad = dict(case, k_cache=reference.empty_cache(40, 256, device="cuda"))
+        reference.sections(bad["k_cache"])[0].copy_(reference.sections(case["k_cache"])[0])
+        reference.sections(bad["k_cache"])[1].copy_(reference.sections(case["k_cache"])[1])
+        slot = int(case["indices"][1, 3])
+        others = torch.cat([case["indices"][0, :64], case["indices"][2, :64]]).tolist()
+        if slot in others:
+            continue
+        reference.sections(bad["k_cache"])[0][slot // 256, slot % 256, 5] = value
+        out, _ = run(bad)
+        assert out[1].isnan().any() and not out[0].isnan().any() and not out[2].isnan().any()
+        del cache
+
+
+@gpu
+def test_hazard_15_extreme_scales():
+    """ue8m0 0 (2^-127) and exponents far apart within a group."""
+    case = make_case(2, 16, SCOPES["c4"], device="cuda", spread=30)
+    case["q"] = case["q"] * 2.0**-28
+    compare(case)
+    reference.sections(case["k_cache"])[1][..., 2] = 0
+    reference.sections(case["extra_k_cache"])[1][..., 2] = 0
+    compare(case)
+
+
+@gpu
+def test_every_code_is_exact():
+    """One listed token: the output is its value, rounded to bf16, for every e4m3 code under several scales."""
+    for exponent in (100, 120, 127, 134, 150):
+        cache = reference.empty_cache(1, 256, device="cuda")
+        codes = torch.arange(256, dtype=torch.uint8, device="cuda")
+        codes = torch.where((codes & 0x7F) == 0x7F, torch.zeros_like(codes), codes)
+        nope = torch.stack([codes.roll(k) for k in range(448)], 1)
+        scales = torch.full((256, 7), exponent, dtype=torch.uint8, device="cuda")
+        reference.write(cache, torch.arange(256, device="cuda"), nope, scales, torch.randn(256, 64, device="cuda").bfloat16())
+        q = (torch.randn(256, 16, 512, device="cuda") * 1e-3).bfloat16()
+        case = {"q": q, "k_cache": cache, "indices": torch.arange(256, device="cuda", dtype=torch.int32).view(256, 1)}
+        out, _ = run(case)
+        want = reference.gather(cache, torch.arange(256, device="cuda")).bfloat16()
+        assert torch.equal(out, want.unsqueeze(1).expand(256, 16, 512))
+
+
+@gpu
+@pytest.mark.parametrize("magnitude", [2.0**-20, 1.0, 2.0**10])
+def test_query_range(magnitude):
+    """f16 query fragments are rescaled per head: small and large queries lose nothing."""
+    case = make_case(3, 16, SCOPES["c4"], device="cuda", holes=0)
+    case["q"] = (case["q"].float() * magnitude * torch.exp2(torch.randint(-6, 6, (3, 16, 1), device="cuda").float())).bfloat16()
+    compare(case)
+
+
+@gpu
+def test_hazards_12_13_page_pitch_and_far_pages():
+    """Pages interleaved with other layers' (pitch of 1,002,240 + 16 B and more), and rows past 4 GiB."""
+    case = make_case(4, 16, [(256, 8, 128), (64, 6000, 512)], device="cuda", pitch_extra=1_002_240 - 37_440 + 16)
+    assert case["extra_k_cache"].stride(0) * 6000 > 2**32
+    case["extra_indices"][:, :256] = torch.randint(64 * 5900, 64 * 6000, (4, 256), device="cuda").int()
+    compare(case)
+
+
+@gpu
+def test_hazard_10_replays_with_changing_lengths():
+    """Captured at length 1, replayed 10,000 times at others; equal to an eager run each 500 replays."""
+    case = make_case(6, 16, SCOPES["c128-long"], device="cuda", holes=0.02)
+    case["topk_length"].fill_(1), case["extra_topk_length"].fill_(1)
+    run(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = mla.sparse_mla_decode(**case)
+        # the second layer of the step reuses the plan
+        again = mla.sparse_mla_decode(**case)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    limit = torch.tensor([4097, 2, 600, 4097, 33, 4097], device="cuda")
+    for i in range(10_000):
+        random = torch.rand(6, device="cuda", generator=generator)
+        case["extra_topk_length"].copy_((random * limit).int())
+        case["topk_length"].copy_((random * 129).int())
+        graph.replay()
+        if i % 500 == 0:
+            assert torch.equal(first[0], again[0])
+            want, want_lse = expected(case)
+            assert ((first[0].double() - want).norm() / want.norm()).item() < 1.85e-3
+            eager = mla.sparse_mla_decode(**case)
+            assert torch.equal(eager[0], first[0]) and torch.equal(eager[1], first[1])
+    assert int(mla.workspace(case["q"].device).counters.abs().sum()) == 0
+
+
+@gpu
+def test_plan_kernel_equals_python():
+    """The device's plan against the one in reference.py, and hazard 11: it clears counters that an aborted launch left."""
+    rng = random.Random(2)
+    plan = _lib.function(mla.LIBRARY, "dsv4_sparse_mla_plan", mla._PLAN)
+    for rows in (1, 5, 64, 1023, 1025, 3000):
+        l0 = [rng.randint(0, 128) for _ in range(rows)]
+        l1 = [rng.choice([0, rng.randint(0, 4096), 4096]) for _ in range(rows)]
+        budget, least = rows + 30, 12
+        d0, d1 = (torch.tensor(v, dtype=torch.int32, device="cuda") for v in (l0, l1))
+        items = torch.full((budget, 8), 77, dtype=torch.int32, device="cuda")
+        counters = torch.full((64,), 3, dtype=torch.int32, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        assert plan(d0.data_ptr(), 128, 1, d1.data_ptr(), 4096, rows, budget, least, items.data_ptr(), counters.data_ptr(), 64, stream) == 0
+        found = items.tolist()
+        want = reference.plan([-(-a // 16) + -(-b // 16) for a, b in zip(l0, l1)], budget, least)
+        for got, (row, begin, end, part, parts, slot) in zip(found, want):
+            assert got[:7] == [row, begin, end, part | parts << 16, l0[row], l1[row], slot]
+        assert all(got[0] == -1 for got in found[len(want) :]) and int(counters.sum()) == 0
+
+
+@gpu
+def test_stale_plan_is_right():
+    """A plan made for other lengths costs time, not correctness."""
+    case = make_case(4, 16, SCOPES["c128-long"], device="cuda", lengths=[[128] * 4, [4096] * 4])
+    run(case)
+    space = mla.workspace(case["q"].device)
+    frozen, original = dict(space.plans), mla._plan
+    try:
+        mla._plan = lambda space, shape, first, second, widths, stream: next(
+            v for k, v in frozen.items() if k[0] == shape and k[1] == widths
+        )
+        for lengths in ([5, 4096, 4000, 0], [0, 0, 0, 0], [4096, 1, 2, 3]):
+            case["extra_topk_length"].copy_(torch.tensor(lengths, device="cuda"))
+            compare(case)
+    finally:
+        mla._plan = original
+
+
+@gpu
+def test_hazard_26_heads_do_not_mix():
+    """NaN in padded heads stays there."""
+    case = make_case(3, 64, SCOPES["c4"], device="cuda")
+    want = run(case)[0]
+    case["q"] = case["q"].clone()
+    case["q"][:, 13:16] = float("nan")
+    case["q"][:, 16:] = float("nan")
+    out = run(case)[0]
+    assert torch.equal(out[:, :13], want[:, :13]) and out[:, 13:].isnan().all()
+
+
+@gpu
+def test_engine_call():
+    """The engine's shapes: [rows, 1, heads, 512] in and out, lse [rows, heads, 1], strided q, e4m3 view, unknown arguments."""
+    case = make_case(3, 16, SCOPES["c4"], device="cuda")
+    wide = torch.randn(3, 1, 64, 512, device="cuda").bfloat16()
+    wide[:, 0, :16] = case["q"]
+    cache = case["k_cache"].view(torch.float8_e4m3fn)
+    out, lse = mla.flash_mla_with_kvcache_sm120(
+        q=wide[:, :, :16], k_cache=cache, indices=case["indices"].unsqueeze(1), topk_length=case["topk_length"],
+        attn_sink=case["attn_sink"], head_dim_v=512, softmax_scale=SCALE, extra_k_cache=case["extra_k_cache"],
+        extra_indices_in_kvcache=case["extra_indices"].unsqueeze(1), extra_topk_length=case["extra_topk_length"],
+        block_table=None, cache_seqlens=None, tile_scheduler_metadata=None, is_fp8_kvcache=True,
+    )  # fmt: skip
+    want, want_lse = run(case)
+    assert out.shape == (3, 1, 16, 512) and lse.shape == (3, 16, 1)
+    assert torch.equal(out[:, 0], want) and torch.equal(lse[..., 0], want_lse)
