@@ -703,6 +703,7 @@ def inspect(
     workers=0,
     structure=True,
     on_bytes=None,
+    content_known=False,
 ):
     """Judge a directory; returns C({ok, facts, findings, files, compared, record})."""
     report = Report()
@@ -738,6 +739,8 @@ def inspect(
     if deep:
         record = _deep(path, files, manifest, workers, report, on_bytes)
         compared = "content" if manifest is not None else "hashed"
+    elif content_known:
+        compared = "content"
     elif structure:
         report.add("content_not_compared", "sizes and headers were checked, contents were not read")
     if user is not None and user != "":

@@ -33,7 +33,7 @@ options:
     elements: path
     default: []
   expect:
-    description: Values that C(config.json) must have, for example C({num_hidden_layers: 43}).
+    description: Values that C(config.json) must have, for example C(num_hidden_layers) of 43.
     type: dict
     default: {}
   manifest:
@@ -68,7 +68,7 @@ attributes:
   platform:
     platforms: posix
 author:
-  - blackwell.dsv4 contributors (@blackwell-dsv4)
+  - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 seealso:
   - module: blackwell.dsv4.model_fetch
 """
