@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-# Copyright: (c) 2026, blackwell.dsv4 contributors
-# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# Copyright: the blackwell.dsv4 authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
 """Write down the command line of the installed SGLang as a small JSON table.
 
 Run it with the Python of a virtual environment that holds the unmodified

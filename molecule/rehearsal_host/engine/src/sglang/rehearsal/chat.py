@@ -1,5 +1,6 @@
-# Copyright: (c) 2026, blackwell.dsv4 contributors
-# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# Copyright: the blackwell.dsv4 authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
 """OpenAI chat requests and answers, in the shapes of SGLang 0.5.23."""
 from __future__ import annotations
 
