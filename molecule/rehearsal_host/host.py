@@ -25,7 +25,7 @@ from rehearsal.common import Problem, fail, say  # noqa: E402
 
 PROGRAMS = {
     "debootstrap": "debootstrap", "systemd-nspawn": "systemd-container", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
-    "gcc": "gcc", "dpkg-deb": "dpkg", "gpg": "gnupg", "mount": "mount",
+    "gcc": "gcc", "dpkg-deb": "dpkg", "gpg": "gnupg", "mount": "mount", "unshare": "util-linux",
 }
 FILES = {"/usr/include/stdio.h": "libc6-dev", str(base.KEYRING): "debian-archive-keyring"}
 
@@ -45,7 +45,7 @@ def needs() -> None:
 def shares() -> dict[str, Path]:
     """Build, or find in the cache, everything that the host is made of; the parts do not wait for each other."""
     with ThreadPoolExecutor() as pool:
-        jobs = {"base": pool.submit(base.ensure), "apt": pool.submit(repository.ensure), "wheels": pool.submit(wheelhouse.ensure)}
+        jobs = {"base": pool.submit(base.ensure, machine.bases_in_use()), "apt": pool.submit(repository.ensure), "wheels": pool.submit(wheelhouse.ensure)}
         built = {name: job.result() for name, job in jobs.items()}
     del built["base"]
     return built

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 CLONE = HERE.parent.parent
+PR_SET_PDEATHSIG = 1
 
 
 class Problem(Exception):
@@ -80,10 +82,12 @@ def locked(path: Path, what: str):
         yield
 
 
-def cached_folder(parent: Path, key: str, what: str, build) -> Path:
-    """parent/key, built by build(temporary folder) when it is not there; an interrupted build leaves nothing behind that is used."""
+def cached_folder(parent: Path, key: str, what: str, build, keep: int = 3, in_use: set[str] = frozenset()) -> Path:
+    """parent/key, built by build(temporary folder) when it is not there; an interrupted build leaves nothing behind that is used.
+    Of the older ones, the last few used stay, and those that a running host stands on."""
     final = parent / key
     if final.is_dir():
+        os.utime(final)
         return final
     with locked(parent / ".lock", what):
         if final.is_dir():
@@ -99,17 +103,27 @@ def cached_folder(parent: Path, key: str, what: str, build) -> Path:
             shutil.rmtree(work, ignore_errors=True)
             raise
         work.rename(final)
+        older = sorted((path for path in parent.iterdir() if path.is_dir() and path != final), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in older[keep - 1:]:
+            if path.name not in in_use:
+                shutil.rmtree(path)
     return final
 
 
-def run(argv: list[str], **options) -> subprocess.CompletedProcess:
-    """subprocess.run with text output captured; a failure shows the command's own last words."""
+def run(argv: list[str], name: str = "", **options) -> subprocess.CompletedProcess:
+    """subprocess.run with text output captured; a failure shows the command, or the name it is given, and its own last words."""
     options.setdefault("capture_output", True)
     done = subprocess.run(argv, text=True, check=False, **options)
     if done.returncode:
         words = ((done.stderr or "") + (done.stdout or "")).strip()[-1500:]
-        raise Problem(f"`{' '.join(map(str, argv))}` ended with {done.returncode}: {words}")
+        raise Problem(f"{name or ' '.join(map(str, argv))} ended with {done.returncode}: {words}")
     return done
+
+
+def die_with_parent(number: int):
+    """For preexec_fn: the child gets this signal when the thread that started it ends."""
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(PR_SET_PDEATHSIG, number)
 
 
 def write(path: Path, text: str | bytes, mode: int = 0o644) -> None:

@@ -8,6 +8,7 @@ a holder file under /run, which names its clone, its cache, its processes and it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import json
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 
 from . import base
-from .common import CLONE, HERE, Problem, ca_bundle, cache_root, locked, run, same_tree, say, step, tree_digest, write
+from .common import CLONE, HERE, Problem, ca_bundle, cache_root, die_with_parent, locked, run, same_tree, say, step, tree_digest, write
 
 RUN = Path("/run/blackwell-dsv4")
 REBOOT = 133  # exit code of systemd-nspawn when the guest asked for a reboot
@@ -34,7 +35,6 @@ GUEST_FILES = {
 }
 SHARES = ("wheels", "apt", "model")
 CLONE_NEWNS = 0x00020000
-PR_SET_PDEATHSIG = 1
 
 
 class Process:
@@ -68,6 +68,15 @@ class Process:
                 return False
             time.sleep(0.1)
         return True
+
+
+def bases_in_use() -> set[str]:
+    """The bases below running hosts, whoever holds them."""
+    bases = set()
+    for path in RUN.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            bases.add(json.loads(path.read_text())["base"])
+    return bases
 
 
 class Machine:
@@ -272,7 +281,7 @@ class Machine:
             self._log(f"booting {root}")
             process = subprocess.Popen(
                 self._nspawn(root), stdin=subprocess.DEVNULL, cwd="/", env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
-                preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM))
+                preexec_fn=die_with_parent(signal.SIGTERM))
             held["nspawn"] = vars(Process(process.pid))
             write(self.holder_file, json.dumps(held))
             code = process.wait()

@@ -19,7 +19,7 @@ from .common import CLONE, HERE, Problem, cache_root, cached_folder, digest, run
 PYTHON = "3.13"  # of the suite in base.py
 GLIBC = range(41, 4, -1)  # manylinux_2_41 and all before it
 ENGINE = HERE / "engine"
-LOCAL = "+rehearsal"  # a version of our own, built here
+LOCAL = "+rehearsal"  # a version of our own: built here, not downloaded; whoever installs it compares the hash
 
 
 def files() -> list[Path]:
@@ -33,11 +33,10 @@ def ensure() -> Path:
     parts = []
     if (ENGINE / "build_backend.py").is_file():
         parts.append(cached_folder(store / "engine", tree_digest(ENGINE), "wheel of the rehearsal engine", _build_engine))
-    engine = parts[:1]
     for path in files():
         text = path.read_text()
-        key = digest(PYTHON, text, [str(folder) for folder in engine] if LOCAL in text else [])
-        parts.append(cached_folder(store / path.stem, key, f"wheels of {path.relative_to(CLONE)}", lambda work, path=path: _download(path, engine, work)))
+        what = f"wheels of {path.relative_to(CLONE)}"
+        parts.append(cached_folder(store / path.stem, digest(PYTHON, text), what, lambda work, path=path: _download(path, work)))
     return cached_folder(store / "all", digest([str(part) for part in parts]), "wheelhouse", lambda work: _join(parts, work))
 
 
@@ -50,7 +49,7 @@ def for_target(text: str) -> list[str]:
     lines = []
     for line in text.replace("\\\n", " ").splitlines():
         line = re.sub(r"(^|\s)#.*", "", line).strip()
-        if not line:
+        if not line or LOCAL in line:
             continue
         requirement, *hashes = re.split(r"\s+(?=--hash=)", line)
         name, _, marker = (part.strip() for part in requirement.partition(";"))
@@ -67,18 +66,18 @@ def _build_engine(work: Path) -> None:
     backend.build_wheel(str(work))
 
 
-def _download(path: Path, find_links: list[Path], work: Path) -> None:
+def _download(path: Path, work: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         raise Problem(f"{sys.executable} has no pip: use `make rehearse`, which has a virtual environment, or install python3-pip")
     wanted = work / "requirements.txt"
     wanted.write_text("".join(f"{line}\n" for line in for_target(path.read_text())))
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
-    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(work), "--only-binary=:all:",
+    argv = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--dest", str(work), "--only-binary=:all:",
             "--implementation=cp", f"--python-version={PYTHON}", *(f"--platform={platform}" for platform in platforms),
-            *(f"--find-links={folder}" for folder in find_links), "--requirement", str(wanted)]
+            "--requirement", str(wanted)]
     if "--hash=" in path.read_text():
         argv.append("--no-deps")  # a lock is complete
-    run(argv)
+    run(argv, name=f"pip download of {path.relative_to(CLONE)}")
     wanted.unlink()
     say(f"  {path.name}: {len(list(work.iterdir()))} wheels, {sum(wheel.stat().st_size for wheel in work.iterdir()) / 1e6:.0f} MB")
 
