@@ -71,7 +71,6 @@ def sources() -> list[pathlib.Path]:
         and not is_test(path)
         and "__pycache__" not in path.parts
         and "lib" not in path.relative_to(SOURCE).parts[:1]
-        and path.relative_to(SOURCE).parts[0] != "build.json"
     ]
     found += [ROOT / "pyproject.toml", ROOT / "build_wheel.py", ROOT / "LICENSE"]
     return sorted(found, key=lambda path: path.relative_to(ROOT).as_posix())
@@ -214,7 +213,7 @@ def write_wheel(out: pathlib.Path, archs: list[str], libraries: dict[str, pathli
         files[f"{PACKAGE}/{path.relative_to(SOURCE).as_posix()}"] = path.read_bytes()
     for library in libraries.values():
         files[f"{PACKAGE}/lib/{library.name}"] = library.read_bytes()
-    files[f"{PACKAGE}/build.json"] = (json.dumps(build, indent=1, sort_keys=True) + "\n").encode()
+    files[f"{PACKAGE}/lib/build.json"] = (json.dumps(build, indent=1, sort_keys=True) + "\n").encode()
     info = f"{PACKAGE}-{version}.dist-info"
     files[f"{info}/METADATA"] = metadata(version).encode()
     files[f"{info}/WHEEL"] = (

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
-BUILD_FILE = pathlib.Path(__file__).with_name("build.json")
+from . import _lib
 
 
 def build_info() -> dict:
@@ -15,6 +14,6 @@ def build_info() -> dict:
     A source tree that was never built into a wheel answers with source_hash 'unbuilt' and no libraries.
     """
     try:
-        return json.loads(BUILD_FILE.read_text(encoding="utf-8"))
+        return json.loads((_lib.folder() / "build.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {"schema": 1, "version": "0", "source_hash": "unbuilt", "archs": [], "nvcc": "", "libraries": {}}

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs top-k, the indexer and the fused pair once each on awkward shapes, for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck --error-exitcode 9 python3 benchmarks/sanitize.py LIB CUDART
+
+LIB: folder of the compiled libraries; CUDART: path of libcudart.so. No PyTorch: its allocator would hide what lies
+outside an allocation, and uninitialised memory. Scores past a row's length are left uninitialised on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import random
+import sys
+
+library = pathlib.Path(sys.argv[1])
+runtime = ctypes.CDLL(sys.argv[2])
+runtime.cudaMalloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+runtime.cudaMemcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+rng = random.Random(1)
+
+
+def must(code: int) -> None:
+    if code:
+        raise SystemExit(f"CUDA error or refusal {code}")
+
+
+def malloc(size: int) -> int:
+    pointer = ctypes.c_void_p()
+    must(runtime.cudaMalloc(ctypes.byref(pointer), size))
+    return pointer.value
+
+
+def upload(data: bytes, at: int | None = None) -> int:
+    at = at or malloc(len(data))
+    must(runtime.cudaMemcpy(at, data, len(data), 1))
+    return at
+
+
+def floats(count: int) -> bytes:
+    return bytes((ctypes.c_float * count)(*[rng.gauss(0, 1) for _ in range(count)]))
+
+
+def ints(values) -> bytes:
+    return bytes((ctypes.c_int * len(values))(*values))
+
+
+def download(pointer: int, count: int) -> list[int]:
+    buffer = (ctypes.c_int * count)()
+    must(runtime.cudaMemcpy(buffer, pointer, ctypes.sizeof(buffer), 2))
+    return list(buffer)
+
+
+P, L, I = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+topk = ctypes.CDLL(str(library / "_dsv4_topk.so")).dsv4_topk
+topk.argtypes = [P, L, I, P, P, L, P, P, P, L, I, I, I, I, I, I, P]
+indexer = ctypes.CDLL(str(library / "_dsv4_indexer.so")).dsv4_indexer
+indexer.argtypes = [P, L, P, L, P, L, P, P, L, P, L, P, L, I, I, I, I, P]
+
+WIDTH, K, PAGES = 65536, 512, 1024
+lengths = [0, 100, 513, 5001, 40_003, 20_000]
+rows = len(lengths)
+used = [-(-n // 64) for n in lengths]
+entries, number = [], 0
+for row in range(rows):
+    entries += list(range(number, number + used[row])) + [-1] * (PAGES - used[row])
+    number += used[row]
+table, seq = upload(ints(entries)), upload(ints(lengths))
+scores = malloc(rows * WIDTH * 4)
+for row, length in enumerate(lengths):
+    if length:
+        upload(floats(length), scores + row * WIDTH * 4)
+slots, raw = malloc(rows * K * 4), malloc(rows * K * 4)
+stride = WIDTH // 16
+maxima = malloc(rows * stride * 4)
+must(topk(scores, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 0, 0, 8, None))
+must(runtime.cudaDeviceSynchronize())
+first = download(raw, rows * K)
+# few blocks, so each has several units; another counter set
+must(topk(scores, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 1, 0, 2, None))
+must(runtime.cudaDeviceSynchronize())
+assert download(raw, rows * K) == first, "top-k depends on the number of blocks"
+assert sum(i >= 0 for i in first) == sum(min(n, K) for n in lengths)
+
+e4m3 = [x for x in range(256) if x & 0x7F != 0x7F]
+block = bytes(rng.choices(e4m3, k=8192))
+pool = b"".join(block[i % 8192 :] + block[: i % 8192] + floats(64) for i in range(0, number * 37, 37))
+cache, q = upload(pool), upload(bytes(rng.choices(e4m3, k=rows * 8192)))
+weights = upload(floats(rows * 64))
+logits = malloc(rows * WIDTH * 4)
+for next_n in (1, 2):
+    must(indexer(q, 8192, cache, 8448, weights, 64, seq, table, PAGES, logits, WIDTH, None, 0, rows // next_n, next_n, 0, 8, None))
+    must(runtime.cudaDeviceSynchronize())
+must(indexer(q, 8192, cache, 8448, weights, 64, seq, table, PAGES, logits, WIDTH, maxima, stride, rows, 1, K, 8, None))
+must(topk(logits, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 2, 1, 8, None))
+must(runtime.cudaDeviceSynchronize())
+assert sum(i >= 0 for i in download(raw, rows * K)) == sum(min(n, K) for n in lengths)
+print("ran")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the indexer, and the indexer with top-k, against their peers; run through benchmarks/run.py."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4_sm120 import indexer, timing, topk
+from dsv4_sm120.topk.bench import K, PAGE, WIDTH, lengths_of
+
+
+def inputs(lengths: list[int], width: int, next_n: int = 1):
+    """Returns (q, cache, weights, lengths, table, width) on the GPU; each request has its own pages, shuffled."""
+    generator = torch.Generator("cuda").manual_seed(11)
+    rows = len(lengths)
+    requests = rows // next_n
+    needed = [-(-max(lengths[i * next_n : (i + 1) * next_n]) // PAGE) for i in range(requests)]
+    pool = sum(needed)
+    cache = torch.empty(pool, PAGE * 132, dtype=torch.uint8, device="cuda")
+    for start in range(0, pool, 8192):
+        part = cache[start : start + 8192]
+        keys = torch.randn(part.shape[0], 8192, device="cuda", generator=generator)
+        part[:, :8192] = keys.to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = torch.rand(part.shape[0], PAGE, device="cuda", generator=generator) + 0.5
+        part[:, 8192:] = scales.view(torch.uint8)
+    order = torch.randperm(pool, device="cuda", generator=generator).int()
+    table = torch.zeros(rows, -(-width // PAGE), dtype=torch.int32, device="cuda")
+    for request in range(requests):
+        first = sum(needed[:request])
+        for row in range(request * next_n, (request + 1) * next_n):
+            table[row, : needed[request]] = order[first : first + needed[request]]
+    q = torch.randn(rows, 1, 64, 128, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    weights = torch.randn(rows, 64, device="cuda", generator=generator)
+    seq = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return q, cache.view(pool, PAGE, 1, 132), weights, seq, table, width
+
+
+def ours(q, cache, weights, lengths, table, width, next_n=1):
+    """The indexer alone, its logits allocated as the engine's callers do."""
+    logits = torch.empty(q.shape[0], width, device="cuda")
+    indexer.launch(q, cache, weights, lengths, table, logits, None, next_n)
+    return logits
+
+
+def agree(case, got: torch.Tensor, tolerance: float) -> bool:
+    """Says whether logits equal ours' within a relative error over the valid entries."""
+    expected = ours(*case)
+    valid = torch.arange(case[5], device="cuda")[None] < case[3][:, None]
+    difference = (got - expected)[valid]
+    return bool(difference.norm() <= tolerance * expected[valid].norm())
+
+
+def measure(batch: int, kind, flush: timing.Flush, contestants, repeats: int) -> dict[str, float]:
+    """Returns microseconds of each contestant for one cell; a contestant whose logits are wrong gets NaN."""
+    lengths = lengths_of(batch, kind)
+    case = inputs(lengths, WIDTH)
+    graphs = {"ours": timing.capture(lambda: ours(*case))}
+    wrong = []
+    for name, call in contestants.items():
+        if call is None:
+            continue
+        if not agree(case, call(*case), 1e-2 if name == "torch" else 1e-3):
+            wrong.append(name)
+        graphs[name] = timing.capture(lambda call=call: call(*case))
+    if kind == 1024:
+        narrow = (*case[:4], case[4][:, : 1024 // PAGE].contiguous(), 1024)
+        graphs["ours, 4k table"] = timing.capture(lambda: ours(*narrow))
+    moved = sum(lengths) * 132
+    source = torch.zeros(max(moved // 2, 16), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    graphs["copy"] = timing.capture(lambda: target.copy_(source))
+    found = timing.medians(graphs, flush, repeats)
+    return {name: float("nan") if name in wrong else value for name, value in found.items()}
+
+
+def measure_pair(batch: int, kind, flush: timing.Flush, indexers, topks, repeats: int) -> dict[str, float]:
+    """Returns microseconds of the fused pair and of every separate pair of an indexer and a top-k."""
+    case = inputs(lengths_of(batch, kind), WIDTH)
+    q, cache, weights, lengths, table, width = case
+    out = torch.empty(batch, K, dtype=torch.int32, device="cuda")
+
+    def fused():
+        logits = torch.empty(batch, width, device="cuda")
+        indexer.fused_launch(q, cache, weights, lengths, table, logits, out, PAGE)
+
+    graphs = {"fused": timing.capture(fused)}
+    mine = {"ours": lambda *a: ours(*a), **{n: c for n, c in indexers.items() if c is not None and n != "torch"}}
+    select = {"ours": lambda s, l, t, o, p: topk.launch(s, l, t, o, p), **{n: c for n, c in topks.items() if c}}
+    for first, logits_of in mine.items():
+        for second, choose in select.items():
+            graphs[f"{first} + {second}"] = timing.capture(
+                lambda logits_of=logits_of, choose=choose: choose(logits_of(*case), lengths, table, out, PAGE)
+            )
+    return timing.medians(graphs, flush, repeats)
+
+
+def measure_next(requests: int, length: int, next_n: int, flush: timing.Flush, repeats: int) -> dict[str, float]:
+    """Returns microseconds of a verify step: rows of one request sharing keys, and the same rows each on its own."""
+    lengths = [length - next_n + 1 + i for _ in range(requests) for i in range(next_n)]
+    case = inputs(lengths, WIDTH, next_n)
+    graphs = {
+        "shared": timing.capture(lambda: ours(*case, next_n=next_n)),
+        "each row": timing.capture(lambda: ours(*case)),
+    }
+    return timing.medians(graphs, flush, repeats)
