@@ -20,7 +20,7 @@ from pathlib import Path
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from rehearsal import base, machine, repository, wheelhouse  # noqa: E402
+from rehearsal import base, machine, model, repository, wheelhouse  # noqa: E402
 from rehearsal.common import Problem, fail, say  # noqa: E402
 
 PROGRAMS = {
@@ -45,7 +45,8 @@ def needs() -> None:
 def shares() -> dict[str, Path]:
     """Build, or find in the cache, everything that the host is made of; the parts do not wait for each other."""
     with ThreadPoolExecutor() as pool:
-        jobs = {"base": pool.submit(base.ensure, machine.bases_in_use()), "apt": pool.submit(repository.ensure), "wheels": pool.submit(wheelhouse.ensure)}
+        jobs = {"base": pool.submit(base.ensure, machine.bases_in_use()), "apt": pool.submit(repository.ensure), "wheels": pool.submit(wheelhouse.ensure),
+                "model": pool.submit(model.ensure)}
         built = {name: job.result() for name, job in jobs.items()}
     del built["base"]
     return built

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The signed local apt repository with stand-in driver and toolkit packages, built from apt/ and nvml/."""
+"""The signed local apt repositories with stand-in driver and toolkit packages, built from apt/ and nvml/."""
 
 from __future__ import annotations
 
@@ -63,23 +63,25 @@ def _signing_key() -> Path:
 def _build(work: Path, secret: Path) -> None:
     table = json.loads((APT / "packages.json").read_text())
     common = {"kernel": kernel_release()}
-    with tempfile.TemporaryDirectory(prefix="rehearsal-deb-") as scratch:
-        for driver in table["driver_versions"]:
-            built = Path(scratch) / driver
-            run([str(NVML / "build.sh"), str(built), driver])
-            words = {**common, "driver": driver, "v": f"{driver}-{table['driver_revision']}"}
-            for package in table["per_driver"]:
-                _package({"version": "{v}", **package}, words, built, work)
-        for package in table["once"]:
-            _package(package, common, Path(scratch), work)
-    _index(work)
-    with _Gpg() as gpg:
+    with tempfile.TemporaryDirectory(prefix="rehearsal-deb-") as scratch, _Gpg() as gpg:
         gpg("--import", str(secret))
         write(work / KEY_NAME, gpg("--armor", "--export"))
-        gpg("--armor", "--detach-sign", "--output", str(work / "Release.gpg"), str(work / "Release"))
-        gpg("--clear-sign", "--output", str(work / "InRelease"), str(work / "Release"))
-    for path in work.iterdir():
-        path.chmod(0o644)
+        for driver in table["driver_versions"]:
+            run([str(NVML / "build.sh"), f"{scratch}/{driver}", driver])
+        for name, packages in table["sets"].items():
+            folder = work / name / "x86_64"
+            folder.mkdir(parents=True)
+            for driver in table["driver_versions"]:
+                words = {**common, "driver": driver, "v": f"{driver}-{packages['revision']}"}
+                for package in packages["packages"]:
+                    _package({"version": "{v}", **package}, words, Path(scratch) / driver, folder)
+            for package in table["every_set"]:
+                _package(package, common, Path(scratch), folder)
+            _index(folder)
+            gpg("--armor", "--detach-sign", "--output", str(folder / "Release.gpg"), str(folder / "Release"))
+            gpg("--clear-sign", "--output", str(folder / "InRelease"), str(folder / "Release"))
+    for path in work.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _fill(value, words: dict[str, str]):

@@ -34,9 +34,7 @@ def ensure() -> Path:
     if (ENGINE / "build_backend.py").is_file():
         parts.append(cached_folder(store / "engine", tree_digest(ENGINE), "wheel of the rehearsal engine", _build_engine))
     for path in files():
-        text = path.read_text()
-        what = f"wheels of {path.relative_to(CLONE)}"
-        parts.append(cached_folder(store / path.stem, digest(PYTHON, text), what, lambda work, path=path: _download(path, work)))
+        parts.append(wheels_of(path, store / path.stem))
     return cached_folder(store / "all", digest([str(part) for part in parts]), "wheelhouse", lambda work: _join(parts, work))
 
 
@@ -56,6 +54,11 @@ def for_target(text: str) -> list[str]:
         if not marker or Marker(marker).evaluate(target):
             lines.append(" ".join([name, *hashes]))
     return lines
+
+
+def wheels_of(path: Path, store: Path) -> Path:
+    what = f"wheels of {path.relative_to(CLONE)}"
+    return cached_folder(store, digest(PYTHON, path.read_text()), what, lambda work: _download(path, work))
 
 
 def _build_engine(work: Path) -> None:
