@@ -128,12 +128,14 @@ DEFAULTS = {
     "cuda_home": "",
     "cache_root": "/var/cache/dsv4",
     "cache_key": "",
-    "config_file": "",
+    "worker_keys": True,
     "chat_template": "",
     "model_facts": {},
     "start_timeout": 900,
     "restart_sec": 15,
     "start_burst": 3,
+    "stop_timeout": 120,
+    "gpu_wait": 60,
     "router_startup_timeout": 86400,
     "router_log_level": "info",
     "request_timeout": 7200,
@@ -152,6 +154,7 @@ class Findings(list):
     def add(self, identifier, variable, what, hint, severity="error"):
         self.append({
             "id": identifier, "severity": severity, "variable": variable, "what": what, "hint": hint,
+            "line": "%s %s: %s: %s. %s" % (severity, identifier, variable, what, hint),
         })
 
     def warn(self, identifier, variable, what, hint):
@@ -816,8 +819,9 @@ def _worker_argv(instance, binding, topology, options, engine, model_path):
     if needs_chat_template(options["engine_version"]) and options["chat_template"]:
         argv += ["--chat-template", options["chat_template"]]
     argv.append("--enable-metrics")
-    if options["config_file"]:
-        argv += ["--config", options["config_file"]]
+    if _truth(options["api_key"]) and _truth(options["worker_keys"]):
+        # systemd's copy of the credential; options in it never show in the process list.
+        argv += ["--config", "/run/credentials/%s.service/worker.yaml" % UNIT_OF_MODE[instance["mode"]]]
     return argv + [str(word) for word in instance.get("extra_args") or []]
 
 
@@ -937,9 +941,9 @@ def _router(name, instance, topology, options, router):
     }
 
 
-def start_limit_interval(start_timeout, restart_sec, burst):
+def start_limit_interval(start_timeout, restart_sec, burst, gpu_wait=0, stop_timeout=0):
     """A start limit that can trigger: longer than all its tries take together."""
-    return burst * (start_timeout + restart_sec) + 60
+    return burst * (gpu_wait + start_timeout + stop_timeout + restart_sec) + 60
 
 
 def serving_plan(topology, engine="", router="", model_path="", **given):
@@ -952,12 +956,21 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
     findings = Findings()
     plan = {
         "instances": {}, "modes": {}, "endpoint": {}, "served_model_name": None, "listeners": [], "timing": {},
-        "auth": {"api_key": _truth(options["api_key"])}, "findings": findings,
+        "auth": {"api_key": _truth(options["api_key"]),
+                 "workers": _truth(options["api_key"]) and _truth(options["worker_keys"])},
+        "gpus": [{key: gpu.get(key) for key in ("index", "uuid", "bus_id", "name", "numa_node", "compute_capability")}
+                 for gpu in options["gpus"]],
+        "chat_template": needs_chat_template(options["engine_version"]) and bool(options["chat_template"]),
+        "findings": findings,
     }
     if not _check_shape(topology, findings):
         return plan
     instances = topology["instances"]
     plan["served_model_name"] = topology.get("served_model_name")
+    for key in ("restart_sec", "start_burst", "stop_timeout", "gpu_wait", "shutdown_grace", "request_timeout"):
+        if not _integer(options[key]):
+            findings.add("timeouts.number", "sglang_dsv4_%s" % key, "%s is %r" % (key, options[key]),
+                         "Write a positive number.")
     _check_options(options, findings)
     _check_common(topology, options, findings)
     for name, instance in instances.items():
@@ -987,10 +1000,11 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
     }
     public = plan["instances"][names["router"]]
     plan["endpoint"] = {"url": public["url"], "port": public["port"], "host": public["host"]}
-    start, restart, burst = (_integer(options[key]) for key in ("start_timeout", "restart_sec", "start_burst"))
+    start, restart, burst, wait, stop = (_integer(options[key]) for key in (
+        "start_timeout", "restart_sec", "start_burst", "gpu_wait", "stop_timeout"))
     plan["timing"] = {
-        "start_timeout": start, "restart_sec": restart, "start_burst": burst,
-        "start_limit_interval": start_limit_interval(start, restart, burst),
+        "start_timeout": start, "restart_sec": restart, "start_burst": burst, "gpu_wait": wait, "stop_timeout": stop,
+        "start_limit_interval": start_limit_interval(start, restart, burst, wait, stop),
         "shutdown_grace": _integer(options["shutdown_grace"]),
     }
     return plan

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+# Copyright: the blackwell.dsv4 authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Returns when a URL answers 200; the start-up of a unit waits for it (ExecStartPost).
+
+A worker's own /health generates one token, so it may take a while to answer: each look has its own limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import urllib.error
+import urllib.request
+
+
+def look(url, timeout):
+    """(ready, what was seen)"""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=timeout) as answer:
+            return answer.status == 200, "HTTP %d" % answer.status
+    except urllib.error.HTTPError as error:
+        return False, "HTTP %d" % error.code
+    except (OSError, ValueError) as error:
+        return False, str(getattr(error, "reason", error))
+
+
+def wait(url, limit, interval, timeout, say=print, clock=time.monotonic, sleep=time.sleep, once=look):
+    """0 when ready, 1 when the limit passed."""
+    start = clock()
+    said = start
+    seen = ""
+    while True:
+        ready, seen = once(url, timeout)
+        if ready:
+            say("ready after %.0f s: %s" % (clock() - start, url))
+            return 0
+        if clock() - start >= limit:
+            say("not ready after %.0f s: %s (%s)" % (limit, url, seen))
+            return 1
+        if clock() - said >= 60:
+            said = clock()
+            say("waiting for %s: %.0f s, last answer: %s" % (url, clock() - start, seen))
+        sleep(interval)
+
+
+def main(argv=None):
+    """Wait as the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--limit", type=float, default=890.0, help="seconds until it gives up")
+    parser.add_argument("--interval", type=float, default=1.0)
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one look")
+    given = parser.parse_args(argv)
+    return wait(given.url, given.limit, given.interval, given.timeout,
+                say=lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
