@@ -80,6 +80,8 @@ def _number(value, unit="s"):
 
 def table(checks, title, width=118):
     """One line a check; what did not pass comes last, with what was seen and where to look."""
+    if checks and all(check["status"] == "skipped" and check["reason"] == checks[0]["reason"] for check in checks):
+        return "%s\n%d checks skipped: %s" % (title, len(checks), checks[0].get("evidence") or checks[0]["reason"])
     ranked = sorted(checks, key=lambda c: ORDER.index(c["status"]))
     column = max([len(c["id"]) for c in checks] + [12])
     room = max(30, width - column - 30)
