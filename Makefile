@@ -52,10 +52,10 @@ test: rehearse-check venv
 
 lint: venv
 	$(IN_VENV) ansible-lint --offline --profile production --strict
-	$(IN_VENV) ruff check --quiet --exclude .collections .
+	$(IN_VENV) ruff check --quiet --no-cache --select E9,F,W --exclude .collections .
 
 unit: venv
-	$(IN_VENV) PYTHONPATH=.collections python -m pytest -q -p no:cacheprovider tests/unit
+	$(IN_VENV) PYTHONPATH=.collections python -m pytest -q tests/unit
 
 check-kernels: venv
 	$(IN_VENV) python files/kernels/check_kernels.py
