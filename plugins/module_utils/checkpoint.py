@@ -13,6 +13,7 @@ findings with a stable id, and none as a traceback.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import pwd
@@ -359,26 +360,33 @@ def _compare_index(weight_map, total_size, headers, report):
 
 
 def _tensors(weight_map, headers, report):
-    """All tensors of the model: C({name: (dtype, shape, shard)})."""
+    """All tensors of the model: C({name: (dtype, shape, begin, end)})."""
     named = set(weight_map.values()) if weight_map else None
     tensors = {}
     for shard, header in headers.items():
         if named is not None and shard not in named:
             continue
-        before = len(tensors)
-        found = {name: (entry[0], entry[1], shard) for name, entry in header.tensors.items()}
-        twice = None if before == 0 else [name for name in found if name in tensors]
-        for name in twice or ():
-            report.add("tensor_in_two_shards", "%s is also in %s" % (name[:120], tensors[name][2]), shard)
-        tensors.update(found)
+        for name in tensors.keys() & header.tensors.keys():
+            report.add("tensor_in_two_shards", "%s is in another shard too" % name[:120], shard)
+        tensors.update(header.tensors)
     return tensors
+
+
+def _places(weight_map, headers):
+    """A function from the name of a tensor to its shard, for messages."""
+    def place(name):
+        if weight_map and name in weight_map:
+            return weight_map[name]
+        return next((shard for shard, header in headers.items() if name in header.tensors), "")
+
+    return place
 
 
 class _Layout:
     """Compares tensors with the layout that config.json asks for."""
 
-    def __init__(self, config, tensors, complete, report):
-        self.config, self.tensors, self.complete, self.report = config, tensors, complete, report
+    def __init__(self, config, tensors, place, complete, report):
+        self.config, self.tensors, self.place, self.complete, self.report = config, tensors, place, complete, report
         self.seen = 0
         self.experts = {}
         self.mtp_missing = []
@@ -390,14 +398,16 @@ class _Layout:
             self.report.add("missing_tensors", "%s is in no shard" % name)
 
     def _judge(self, name, found, role, shape):
-        dtype, actual, shard = found
+        dtype, actual = found[:2]
         self.seen += 1
         if dtype not in layout.ROLE_DTYPES[role]:
             self.report.add(
-                "wrong_dtype", "%s is %s, expected %s" % (name, dtype, " or ".join(layout.ROLE_DTYPES[role])), shard
+                "wrong_dtype", "%s is %s, expected %s" % (name, dtype, " or ".join(layout.ROLE_DTYPES[role])), self.place(name)
             )
         if actual != shape:
-            self.report.add("wrong_shape", "%s is %s, config.json asks for %s" % (name, list(actual), list(shape)), shard)
+            self.report.add(
+                "wrong_shape", "%s is %s, config.json asks for %s" % (name, list(actual), list(shape)), self.place(name)
+            )
 
     def _linear(self, name, found, shape):
         """An fp8 weight needs its scale, a bf16 one has none."""
@@ -406,7 +416,7 @@ class _Layout:
         if scale is not None:
             self._judge(scale_name, scale, "linear_scale", layout.fp8_scale_shape(self.config, shape))
         elif found[0] == "F8_E4M3" and self.complete:
-            self.report.add("missing_tensors", "%s is fp8 and has no scale %s" % (name, scale_name), found[2])
+            self.report.add("missing_tensors", "%s is fp8 and has no scale %s" % (name, scale_name), self.place(name))
 
     def part(self, prefix, template, with_experts):
         """One layer, one head, or the top level."""
@@ -734,7 +744,14 @@ def inspect(
     if manifest is not None:
         _against_manifest(files, manifest, report)
     if structure:
-        facts = _structure(path, files, report, expect)
+        # Hundreds of thousands of small objects and no cycles: the collector would only look at them in vain.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            facts = _structure(path, files, report, expect)
+        finally:
+            if collecting:
+                gc.enable()
         compared = "headers"
     if deep:
         record = _deep(path, files, manifest, workers, report, on_bytes)
@@ -786,19 +803,20 @@ def _structure(path, files, report, expect):
         ratios = config["compress_ratios"][: config["num_hidden_layers"]]
         facts["compress_ratios"] = {str(r): ratios.count(r) for r in layout.RATIOS}
         if headers:
-            check = _Layout(config, tensors, complete, report)
+            place = _places(weight_map, headers)
+            check = _Layout(config, tensors, place, complete, report)
             for prefix, template, with_experts in layout.groups(config):
                 check.part(prefix, template, with_experts)
             facts["experts"] = _experts_kind(config, check, report)
             facts["speculation"] = _speculation(config, tensors, check, report) if complete else "none"
             if complete and check.seen != len(tensors):
-                _unexpected(config, tensors, report)
+                _unexpected(config, tensors, place, report)
     facts.update(_tokenizer(path, files, config, report))
     facts["generation"] = _generation(path, files, config, report)
     return facts
 
 
-def _unexpected(config, tensors, report):
+def _unexpected(config, tensors, place, report):
     """Name the tensors that the layout does not know; slow, so only called when the numbers differ."""
     known = set()
     kinds = ("fp4", "fp8")
@@ -813,9 +831,9 @@ def _unexpected(config, tensors, report):
                     known.update("%sffn.experts.%d.%s" % (prefix, number, s) for s in layout.expert_tensors(config, kind))
                     break
     draft = layout.has_dspark_keys(config) or not config.get("num_nextn_predict_layers", 0)
-    for name, (dtype, shape, shard) in tensors.items():
+    for name, entry in tensors.items():
         if name not in known and not (draft and name.startswith("mtp.")):
-            report.add("unexpected_tensors", "%s (%s %s)" % (name[:120], dtype, list(shape)), shard)
+            report.add("unexpected_tensors", "%s (%s %s)" % (name[:120], entry[0], list(entry[1])), place(name))
 
 
 def _result(report, facts, files, compared, record):

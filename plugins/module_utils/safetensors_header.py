@@ -103,7 +103,7 @@ def _check_entry(name, info):
         return None, ("header_bad_tensor", "%s: the entry is no object" % name[:120], {"tensor": name[:120]})
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
     where = {"tensor": name[:120]}
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return None, ("header_unknown_dtype", "%s: dtype %r is not one of safetensors" % (name[:120], str(dtype)[:40]), where)
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         return None, ("header_bad_tensor", "%s: shape %s" % (name[:120], str(shape)[:80]), where)
@@ -192,7 +192,8 @@ def _spans(tensors, available):
 def read_header(path):
     """Open a shard, read its header only, and return a Header; HeaderError when there is none to judge."""
     try:
-        with open(path, "rb", buffering=0) as stream:
+        # Without waiting: a pipe without a writer would hold us for ever.
+        with open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise HeaderError("shard_not_a_file", "not a regular file")
