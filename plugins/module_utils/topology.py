@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import struct
+import threading
 import time
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import verdict as V
@@ -187,6 +188,7 @@ class Topology:
         self._infos = {}
         self._gpu = False
         self._pids = {}
+        self._health = {}
 
     # ------------------------------------------------------------ the two phases
 
@@ -198,6 +200,7 @@ class Topology:
         """All checks in stable order. ``requests``: answers that the probes generated in between."""
         before = before or {}
         self.units = self._units()
+        self._ask_health()
         self._check_mode()
         for name in self.names:
             self._timed(self._check_unit, name)
@@ -397,9 +400,20 @@ class Topology:
         else:
             self._pass(identity, "%d schedulers, %d processes" % (len(schedulers), len(members)))
 
+    def _ask_health(self):
+        """All engines at once: each takes a second at least, since it generates a token for the answer."""
+        def ask(name):
+            self._health[name] = self.host.get(self.instances[name]["url"], "/health")
+
+        threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in self.engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
     def _check_health(self, name):
         identity, unit = "health.%s" % name, self.unit(name)
-        got = self.host.get(self.instances[name]["url"], "/health")
+        got = self._health[name]
         if got.status == 200:
             self._pass(identity, "HTTP 200 in %.2f s" % got.seconds)
         elif self._state(name).get("ActiveState") == "activating":

@@ -269,6 +269,10 @@ checks:
       type: list
       elements: str
       sample: []
+    overhead:
+      description: The part of RV(checks[].seconds) that was not spent waiting for the endpoint.
+      type: float
+      sample: 0.002
 summary:
   description: The checks in short.
   returned: always
@@ -300,9 +304,13 @@ summary:
       type: float
       sample: 6.2
     overhead:
-      description: The part of C(seconds) that was not spent waiting for the endpoint.
+      description: Time that was not spent waiting for the endpoint, over all checks.
       type: float
-      sample: 0.21
+      sample: 0.06
+    overhead_most:
+      description: The most of it in one check.
+      type: float
+      sample: 0.008
 """
 
 import traceback

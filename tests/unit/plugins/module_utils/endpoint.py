@@ -85,6 +85,9 @@ def good_answer(payload):
     if last["role"] == "tool":
         values = [json.loads(m["content"])["temperature_c"] for m in messages if m["role"] == "tool"]
         return "Paris: %d degrees, Tokyo: %d degrees." % tuple(values), None, None
+    if product and payload.get("response_format"):
+        a, b = int(product.group(1)), int(product.group(2))
+        return json.dumps({"a": a, "b": b, "product": a * b}), None, None
     if product:
         a, b = int(product.group(1)), int(product.group(2))
         return str(a * b), ("First %d times %d, then the rest." % (a, b) if thinking else None), None
@@ -92,24 +95,19 @@ def good_answer(payload):
         return "", None, [call("get_weather", {"city": "Paris"}, 0), call("get_weather", {"city": "Tokyo"}, 1)]
     if "Rome" in text and payload.get("tools"):
         return "", None, [call("get_weather", {"city": "Rome"}, 0)]
-    order = re.search(r"(\d+) pieces of sku A-100 and (\d+) pieces of sku B-200", text)
+    order = re.search(r"quantity (\d+), (by|no) express", text)
     if order:
         return "", None, [call("create_order", {
             "customer": {"name": "Ada Lovelace", "address": {"city": "Paris", "zip": "75001"}},
-            "items": [{"sku": "A-100", "quantity": int(order.group(1))}, {"sku": "B-200", "quantity": int(order.group(2))}],
-            "express": True})]
-    factors = re.search(r"product of (\d+) and (\d+) as JSON", text)
-    if factors:
-        a, b = int(factors.group(1)), int(factors.group(2))
-        return json.dumps({"a": a, "b": b, "product": a * b}), None, None
-    echo = re.search(r"between the brackets and nothing else: \[(.*)\]", text)
+            "items": [{"sku": "A-100", "quantity": int(order.group(1))}], "express": order.group(2) == "by"})]
+    echo = re.search(r"exactly, and nothing else: (.*)", text)
     if echo:
         return echo.group(1), None, None
     if "Count from 1" in text:
         return ", ".join(str(n) for n in range(1, 2001)), None, None
-    boxes = re.findall(r"The code of box (\w+) is (\d+)\.", text)
-    if boxes:
-        return "The codes are %s." % ", ".join(code for dummy, code in boxes), None, None
+    box = re.search(r"What is the code of box (\w+)\?", text)
+    if box:
+        return "The code of box %s is %s." % (box.group(1), re.search(r"box %s is (\d+)" % box.group(1), text).group(1)), None, None
     return "It tells people what the sky will do.", None, None
 
 
