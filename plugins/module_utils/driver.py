@@ -329,3 +329,173 @@ def verdict(facts: dict[str, t.Any], failures: list[str], bound_to: list[str | N
     if gpus_visible is None:
         return say("unknown", "; ".join(failures) or "neither NVML nor nvidia-smi answered", "install nvidia-ml-py or nvidia-utils")
     return say("ok", None)
+
+
+# -- the state that the role acts on ------------------------------------------------------------------------------
+
+PROPRIETARY = re.compile(r"^(?:nvidia-(?:dkms|kernel-source|driver|headless|headless-no-dkms)-\d+(?:-server)?|nvidia-kernel-dkms|linux-modules-nvidia-\d+(?:-server)?-(?!open)\S+)$")
+
+
+class Question(t.NamedTuple):
+    """What the role wants to know about a host."""
+
+    family: list[str]
+    hold: list[str] = []
+    boot: str = "/boot"
+    cmdline: list[str] = []  # arguments that the next boot must have
+    cmdline_absent: list[str] = []
+    mok_certificate: str = ""
+    units: list[str] = []
+    gpus: bool = True  # are there NVIDIA GPUs on the bus?
+
+
+def finding(ident: str, severity: str, what: str, hint: str) -> dict[str, str]:
+    return {"id": ident, "severity": severity, "what": what, "hint": hint}
+
+
+def grub_files(system: System) -> list[str | None]:
+    folder = "/etc/default/grub.d"
+    paths = ["/etc/default/grub", *(f"{folder}/{name}" for name in system.listed(system.at(folder)) if name.endswith(".cfg"))]
+    return [system.read(system.at(path)) for path in paths]
+
+
+def grub_config_words(system: System, kernel: str | None, boot: str = "/boot") -> list[str] | None:
+    """Arguments that grub.cfg gives to a kernel, None when there is no such file or entry."""
+    text = system.read(system.at(f"{boot}/grub/grub.cfg"))
+    for line in (text or "").splitlines():
+        match = re.match(r"^\s*linux\s+\S*vmlinuz-(\S+)\s*(.*)$", line)
+        if match and match.group(1) == kernel:
+            return cmdline_words(match.group(2))
+    return None
+
+
+def active_units(system: System, units: list[str]) -> list[str]:
+    """Those of the units that run or are starting."""
+    path = system.which("systemctl")
+    if not path or not units:
+        return []
+    lines = system.run([path, "is-active", *units]).out.split()
+    return [unit for unit, state in zip(units, lines) if state in ("active", "activating", "reloading")]
+
+
+def run_installer(system: System, packages: list[dict[str, str]]) -> bool:
+    """Was the driver put there by the .run installer, past the package manager?"""
+    log = system.exists(system.at("/var/log/nvidia-installer.log"))
+    uninstaller = system.exists(system.at("/usr/bin/nvidia-uninstall"))
+    packaged = any(re.match(r"^(?:nvidia-(?:dkms|utils|driver|kernel)|libnvidia-compute|libcuda1)", entry["name"]) for entry in packages)
+    return (log or uninstaller) and not packaged
+
+
+def state(system: System, question: Question) -> dict[str, t.Any]:
+    """The driver of a host: what is there, what the next boot would have, and whether a boot is due."""
+    facts = module_facts(system)
+    packages = installed_packages(system)
+    family = [entry for entry in packages if in_family(entry["name"], question.family)]
+    held = held_packages(system)
+    target, target_reason = target_kernel(system, question.boot)
+    at_target = modinfo(system, target)
+    dkms, dkms_reason = dkms_entries(system)
+    words = cmdline_words(system.read(system.proc("cmdline")))
+    configured = grub_words(grub_files(system))
+    boot = secure_boot(system)
+    result = {
+        **facts,
+        "target_kernel": target,
+        "target_kernel_reason": target_reason,
+        "target_version": at_target["version"],
+        "target_flavour": at_target["flavour"],
+        "target_signer": at_target["signer"],
+        "kernels": bootable_kernels(system, question.boot),
+        "dkms": dkms,
+        "dkms_reason": dkms_reason,
+        "packages": {entry["name"]: entry["version"] for entry in family},
+        "package_states": {entry["name"]: entry["state"] for entry in family},
+        "held": [name for name in held if in_family(name, question.hold)],
+        "not_held": [entry["name"] for entry in packages if in_family(entry["name"], question.hold) and entry["name"] not in held],
+        "secure_boot": boot,
+        "key_enrolled": key_enrolled(system, question.mok_certificate) if boot == "on" else None,
+        "cmdline": words,
+        "cmdline_configured": configured,
+        "cmdline_grub": grub_config_words(system, target, question.boot),
+        "iommu": {"running": iommu_groups(system), "asked_running": iommu_mode(words), "asked_configured": iommu_mode(configured)},
+        "run_installer": run_installer(system, packages),
+        "active_units": active_units(system, question.units),
+        "boot_id": (system.read(system.proc("sys/kernel/random/boot_id")) or "").strip() or None,
+    }
+    result["reboot_reasons"] = reboot_reasons(result, question)
+    result["reboot_required"] = bool(result["reboot_reasons"])
+    result["findings"] = driver_findings(result, question, [entry for entry in family if entry["state"] != "installed"])
+    return result
+
+
+def reboot_reasons(facts: dict[str, t.Any], question: Question) -> list[str]:
+    """Why the host has to boot, from its state alone: an interrupted run finds the same reasons again."""
+    reasons = []
+    installed = facts["target_version"]
+    if installed and facts["nouveau_loaded"]:
+        reasons.append("nouveau is loaded")
+    if installed and facts["loaded_version"] != installed and question.gpus:
+        reasons.append(f"module {installed} is installed, {facts['loaded_version'] or 'none'} is loaded")
+    elif installed and facts["loaded_flavour"] and facts["target_flavour"] and facts["loaded_flavour"] != facts["target_flavour"]:
+        reasons.append(f"the {facts['target_flavour']} module is installed, the {facts['loaded_flavour']} one is loaded")
+    if facts["kernel"] and facts["target_kernel"] and facts["kernel"] != facts["target_kernel"] and not facts["target_kernel_reason"]:
+        reasons.append(f"kernel {facts['target_kernel']} boots by default, {facts['kernel']} is running")
+    missing = [word for word in question.cmdline if word not in facts["cmdline"]]
+    if missing:
+        reasons.append(f"the running command line lacks {' '.join(missing)}")
+    left = [word for word in question.cmdline_absent if word in facts["cmdline"]]
+    if left:
+        reasons.append(f"the running command line still has {' '.join(left)}")
+    return reasons
+
+
+def dkms_problem(facts: dict[str, t.Any]) -> str | None:
+    """Why the target kernel has no usable module, None when it has."""
+    target = facts["target_kernel"]
+    if facts["target_version"] and facts["target_flavour"] == "proprietary":
+        return f"the module for kernel {target} is proprietary; Blackwell needs the open one"
+    entries = [entry for entry in facts["dkms"] if entry["kernel"] in (target, None)]
+    if any(entry["state"] == "installed" and entry["kernel"] == target for entry in entries):
+        return None
+    if facts["target_version"]:
+        return None  # a module that did not come by DKMS (the distribution's signed ones)
+    if entries:
+        return f"dkms says {', '.join(sorted({str(entry['module']) + '/' + str(entry['version']) + ': ' + str(entry['state']) for entry in entries}))} for kernel {target}, not installed"
+    return f"no module for kernel {target}"
+
+
+def driver_findings(facts: dict[str, t.Any], question: Question, half: list[dict[str, str]]) -> list[dict[str, str]]:
+    findings = []
+    closed = sorted(name for name in facts["packages"] if PROPRIETARY.match(name) and not name.startswith("nvidia-driver"))
+    if closed or "proprietary" in (facts["loaded_flavour"], facts["target_flavour"]):
+        findings.append(finding("driver_wrong_flavour", "error",
+                                "open kernel module required on Blackwell; found proprietary" + (f" ({', '.join(closed)})" if closed else ""),
+                                "the role nvidia_driver replaces it by the open one; nothing can be served before"))
+    if facts["run_installer"]:
+        findings.append(finding("driver_run_installer", "error", "driver was installed with the .run installer; remove it first",
+                                "stop the GPU users, run `nvidia-uninstall`, then run this again; package manager and .run installer do not mix"))
+    if half:
+        findings.append(finding("driver_packages_not_configured", "error",
+                                "driver packages are not configured: " + ", ".join(f"{entry['name']} ({entry['letters']}, {entry['state']})" for entry in half),
+                                "the role nvidia_driver lets dpkg finish them once; read the DKMS build log when that fails"))
+    if facts["packages"] and facts["not_held"]:
+        findings.append(finding("driver_not_held", "warning", "not held, an upgrade may move them: " + ", ".join(sorted(facts["not_held"])),
+                                "run the role nvidia_driver; it holds the whole set"))
+    if facts["packages"]:
+        problem = dkms_problem(facts)
+        if problem:
+            findings.append(finding("driver_dkms", "error", problem, f"install linux-headers-{facts['target_kernel']} and run `dkms autoinstall -k {facts['target_kernel']}`; "
+                                    "do not reboot before dkms says installed"))
+    if facts["secure_boot"] == "on" and facts["key_enrolled"] is not True:
+        findings.append(finding("secure_boot_key", "error" if question.mok_certificate or not facts["loaded_version"] else "warning",
+                                "Secure Boot is on and no enrolled key; enrol at console or disable", mok_steps(question.mok_certificate)))
+    return findings
+
+
+def mok_steps(certificate: str) -> str:
+    """What an operator does to have the module accepted under Secure Boot."""
+    path = certificate or "/var/lib/dsv4/mok/MOK.der"
+    make = "" if certificate else (
+        "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=dsv4 module signing/' -outform DER "
+        f"-keyout {os.path.dirname(path)}/MOK.priv -out {path}); set nvidia_driver_mok_certificate and nvidia_driver_mok_key; ")
+    return f"{make}run `mokutil --import {path}` and give a one-time password; reboot with a console attached and choose Enroll MOK; or switch Secure Boot off in the firmware"
