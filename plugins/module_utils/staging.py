@@ -119,6 +119,7 @@ class Staging:
         self.reserve = parse_size(params.get("reserve"))
         if self.chunk < 1 << 16:
             raise StagingError("option_invalid", "chunk must be at least 64K")
+        self.owner = owner_ids(params.get("owner"), params.get("group"))
         self._check_dest()
 
     def _check_dest(self):
@@ -211,7 +212,7 @@ class Staging:
             stall_timeout=float(params["stall_timeout"]),
             reserve=self.reserve,
             deep=params["deep_verify"],
-            owner=owner_ids(params.get("owner"), params.get("group")),
+            owner=self.owner,
             status_path=params.get("status_path"),
             stop=self.stop,
         )

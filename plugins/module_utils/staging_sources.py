@@ -432,9 +432,20 @@ class HttpSource:
             raise
         whole = response.status == 200
 
+        left = None if response.chunked or response.length is None else [response.length]
+
         def read(view):
+            # One system call each time: a buffered read would wait until the view is full, and hide a trickle.
             try:
-                return response.readinto(view)
+                if left is None:
+                    data = response.read1(len(view))
+                    view[: len(data)] = data
+                    return len(data)
+                if not left[0]:
+                    return 0
+                count = response.fp.readinto1(view[: left[0]])
+                left[0] -= count
+                return count
             except (socket.timeout, TimeoutError) as exc:
                 raise SourceError("download_stalled", "%s: no byte for %d s" % (shown(final), self.timeout), retry=True) from exc
             except (OSError, http.client.HTTPException, ValueError) as exc:
@@ -442,8 +453,9 @@ class HttpSource:
                 raise SourceError("connection", "%s: %s" % (shown(final), reason), retry=True) from exc
 
         def finish(complete):
-            if not complete or not response.isclosed():
-                response.close()
+            whole_body = response.isclosed() if left is None else not left[0]
+            response.close()
+            if not complete or not whole_body:
                 self._drop(key)
 
         return Reply(whole, size, _validator(response), read, finish)
