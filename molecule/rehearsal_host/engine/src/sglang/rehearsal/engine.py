@@ -229,7 +229,8 @@ class Engine:
         if not ids:
             yield Step([], finish)
             return
-        clock = time.monotonic()
+        burst = int(job.faults.get("burst", self.args["stream_interval"]))
+        clock, held = time.monotonic(), []
         for place, item in enumerate(ids):
             clock += pause
             await asyncio.sleep(max(0.0, clock - time.monotonic()))
@@ -237,8 +238,11 @@ class Engine:
             self.counters["generation_tokens_total"] += 1
             last = place + 1 == len(ids)
             # the end token is counted, but the detokenizer never sees it
-            shown = [] if last and finish["type"] == "stop" and finish.get("matched") == EOS and item == EOS else [item]
-            yield Step(shown, finish if last else None)
+            if not (last and finish["type"] == "stop" and finish.get("matched") == EOS and item == EOS):
+                held.append(item)
+            if last or place == 0 or place % burst == 0:
+                yield Step(held, finish if last else None)
+                held = []
 
     def _abort(self, status: int, message: str) -> Abort:
         self.counters["num_aborted_requests_total"] += 1

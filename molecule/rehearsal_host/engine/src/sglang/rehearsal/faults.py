@@ -45,6 +45,7 @@ KNOWN = {
     "die_after": "chunks after which the connection is dropped",
     "exit_after_chunks": "chunks after which the process dies",
     "chunk_delay": "seconds between chunks",
+    "burst": "tokens in one chunk (as with --stream-interval, or accepted drafts)",
     # what the model says
     "text": "this raw text instead of an answer",
     "garbage": "one token for ever",
