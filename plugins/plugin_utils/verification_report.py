@@ -186,7 +186,7 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; ver
 thead th { border-top: 0; background: var(--panel); font-weight: 600; white-space: nowrap; } td.num { text-align: right; white-space: nowrap; }
 td.seen { overflow-wrap: anywhere; min-width: 260px; } td.id { white-space: nowrap; }
 .tag { font-weight: 600; font-size: 12px; white-space: nowrap; } .hint { color: var(--dim); margin-top: 3px; }
-svg { max-width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font-family: inherit; } svg .dim { fill: var(--dim); }
+svg { max-width: 100%; min-width: 700px; height: auto; display: block; } svg text { fill: var(--ink); font-family: inherit; } svg .dim { fill: var(--dim); }
 figure { margin: 0; background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 14px; overflow-x: auto; }
 figcaption { color: var(--dim); margin-bottom: 8px; }
 """
@@ -231,7 +231,7 @@ def _bars(checks, key, caption, colour):
         _h(caption), left + bar + 90, total, left + bar + 90, total, _h(caption))]
     for position, (name, value, status) in enumerate(data):
         y = position * height + 4
-        length = max(1.0, bar * value / top)
+        length = max(3.0, bar * value / top)
         fill = "var(--%s)" % colour if status in ("pass", "skipped") else "var(--%s)" % status
         out.append("<text x='%d' y='%d' font-size='12' text-anchor='end'>%s</text>" % (left - 8, y + 13, _h(name)))
         out.append("<rect x='%d' y='%d' width='%.1f' height='%d' rx='2' fill='%s'/>" % (left, y + 2, length, height - 6, fill))
@@ -300,17 +300,19 @@ def topology_svg(plan, mode, checks):
         out.append(_box(x, y, width, height, instance.get("unit", name), lines, status if on else ("skipped" if status == "pass" else status), dashed=not on))
 
     out.append("<text x='20' y='96' font-size='13'>clients</text>")
-    arrow(75, 92, 128, 92)
+    if "router" in active:
+        arrow(75, 92, 128, 92)
     draw("router", 130, 40, 230, 105)
     draw("single", 130, 205, 230, 120)
     draw("prefill", 560, 30, 270, 125)
     draw("decode", 560, 205, 270, 125)
     if "router" in active:
         arrow(360, 85, 558, 85, "prompt")
-        arrow(360, 105, 558, 255, "the same request, then the answer", dx=-4, dy=34)
+        arrow(360, 105, 558, 255)
+        out.append("<text class='dim' x='462' y='152' font-size='12'>same request</text><text class='dim' x='474' y='168' font-size='12'>and answer</text>")
         arrow(695, 155, 695, 203, "KV cache", dx=38, dy=4)
     elif "single" in active:
-        arrow(100, 100, 170, 203)
+        arrow(60, 104, 128, 240)
     out.append("</svg></figure>")
     return "".join(out)
 
