@@ -21,14 +21,18 @@ TILE = 16
 HEAD_DIM = 512
 TOKEN_BYTES = 584
 ITEM_INTS = 8
-RECORD_FLOATS = 16 * 512 + 8 * 16 + 8 * 32
-# fewest tiles that a block is given before a row is divided among more units
-LEAST_TILES_PER_BLOCK = 6
-CLUSTERS = (8, 4, 2, 1)
+RECORD_FLOATS = 16 * 512 + 8 * (8 * 16 + 16)
+# fewest tiles that a team is given before a row is divided among more units
+LEAST_TILES_PER_TEAM = 6
+# rows up to this many tiles (1,024 tokens) are never divided: no plan, no merge in global memory
+UNDIVIDED_TILES = 64
+CLUSTERS = (8, 6, 4, 2, 1)
+# (blocks of a cluster, teams of a block) that are compiled
+LAYOUTS = ((8, 2), (8, 1), (6, 1), (4, 1), (2, 1), (1, 2), (1, 1))
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SCOPE = [_P, _L, _I, _P, _L, _P, _I]
-_DECODE = [_P, _L, _L, _I, _I, *_SCOPE, *_SCOPE, _P, _F, _P, _L, _L, _P, _P, _I, _P, _P, _I, _P]
+_DECODE = [_P, _L, _L, _I, _I, *_SCOPE, *_SCOPE, _P, _F, _P, _L, _L, _P, _P, _I, _P, _P, _I, _I, _P]
 _PLAN = [_P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _I, _P]
 
 
@@ -40,13 +44,14 @@ class Unsupported(ValueError):
 class Shape:
     """How a call is laid over the GPU; follows from sizes alone, never from lengths.
 
-    cluster: blocks that share a unit of work. units: the grid's units (at least the rows). least: fewest tiles of a unit.
-    records: merge records needed in global memory. A plan is needed when units > rows.
+    cluster: blocks that share a unit of work, each of `teams` times four warps. units: the grid's units (at least the rows).
+    least: fewest tiles of a unit. records: merge records needed in global memory. A plan is needed when units > rows.
     """
 
     rows: int
     head_blocks: int
     cluster: int
+    teams: int
     units: int
     least: int
     records: int
@@ -56,29 +61,38 @@ class Shape:
         return self.units > self.rows
 
 
-def launch_shape(rows: int, heads: int, widths: tuple[int, ...], block_slots: int, cluster: int | None = None) -> Shape:
-    """Returns the launch for `rows` rows of `heads` heads, index widths `widths` and room for `block_slots` blocks.
-
-    The cluster is the largest that lets every row have one at the same time. A row can have more units when there is room
-    for them and its width could fill them.
-    """
-    head_blocks = -(-heads // 16)
-    if cluster is None:
-        cluster = next((c for c in CLUSTERS if rows * head_blocks * c <= block_slots), 1)
-    least = LEAST_TILES_PER_BLOCK * cluster
-    room = max(1, block_slots // (cluster * head_blocks))
-    widest = sum(-(-width // TILE) for width in widths)
-    units = min(max(room, rows + room // 4), rows * max(1, -(-widest // least)))
-    # only rows of two units or more write records: n <= 2 (n - 1)
-    records = 2 * (units - rows) * head_blocks
-    return Shape(rows, head_blocks, cluster, units, least, records)
-
-
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    capability: tuple[int, int]
-    block_slots: int
-    max_cluster: int
+    """multiprocessors, blocks of one team that fit each of them, and the largest cluster to use."""
+
+    sms: int
+    blocks_per_sm: int
+    max_cluster: int = 8
+
+
+def launch_shape(rows: int, heads: int, widths: tuple[int, ...], chip: Gpu, layout: tuple[int, int] | None = None) -> Shape:
+    """Returns the launch for `rows` rows of `heads` heads and index widths `widths`; `layout` forces (cluster, teams).
+
+    The cluster is the largest that lets every row have one at the same time; blocks get a second team while there is an SM
+    for each. A row can have more units when there is room for them and its width could fill them.
+    """
+    head_blocks = -(-heads // 16)
+    slots = chip.sms * chip.blocks_per_sm
+    if layout is None:
+        cluster = next((c for c in CLUSTERS if c <= chip.max_cluster and rows * head_blocks * c <= slots), 1)
+        teams = 2 if (cluster, 2) in LAYOUTS and rows * head_blocks * cluster <= chip.sms else 1
+    else:
+        cluster, teams = layout
+    if teams == 2:
+        slots = chip.sms
+    least = LEAST_TILES_PER_TEAM * cluster * teams
+    room = max(1, slots // (cluster * head_blocks))
+    widest = sum(-(-width // TILE) for width in widths)
+    most = 1 if widest <= UNDIVIDED_TILES else -(-widest // least)
+    units = min(max(room, rows + room // 4), rows * most)
+    # only rows of two units or more write records: n <= 2 (n - 1)
+    records = 2 * (units - rows) * head_blocks
+    return Shape(rows, head_blocks, cluster, teams, units, least, records)
 
 
 @functools.cache
@@ -88,21 +102,20 @@ def gpu(index: int) -> Gpu:
     capability = (properties.major, properties.minor)
     if capability not in ((9, 0), (12, 0)):
         raise Unsupported(f"compute capability {capability[0]}.{capability[1]}")
-    # blocks on an SM: three by registers, two by sm_120's 100 KB of shared memory
-    per_sm = 3 if capability == (9, 0) else 2
     cluster = int(os.environ.get("DSV4_SM120_MLA_CLUSTER") or 8)
     if cluster not in CLUSTERS:
         raise Unsupported(f"DSV4_SM120_MLA_CLUSTER={cluster} is none of {CLUSTERS}")
-    return Gpu(capability, properties.multi_processor_count * per_sm, cluster)
+    # three by registers, two by sm_120's 100 KB of shared memory
+    return Gpu(properties.multi_processor_count, 3 if capability == (9, 0) else 2, cluster)
 
 
 class Workspace:
     """Buffers of one GPU, shared by its calls in stream order; they never grow, so captured graphs keep their pointers."""
 
-    def __init__(self, device: torch.device, block_slots: int):
+    def __init__(self, device: torch.device, chip: Gpu):
         # an inference tensor could not be written outside inference mode
         with torch.inference_mode(False):
-            self.records = 2 * block_slots
+            self.records = 2 * chip.sms * chip.blocks_per_sm
             self.partial = torch.empty(self.records * RECORD_FLOATS, dtype=torch.float32, device=device)
             self.counters = torch.zeros(self.records * CLUSTERS[0], dtype=torch.int32, device=device)
         self.device = device
@@ -123,11 +136,11 @@ _workspaces: dict[int, Workspace] = {}
 
 
 def workspace(device: torch.device) -> Workspace:
-    """Returns the workspace of a GPU, made at the first call (about 27 MB on 132 SMs)."""
+    """Returns the workspace of a GPU, made at the first call (about 30 MB on 132 SMs)."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     found = _workspaces.get(index)
     if found is None:
-        found = _workspaces[index] = Workspace(torch.device("cuda", index), gpu(index).block_slots)
+        found = _workspaces[index] = Workspace(torch.device("cuda", index), gpu(index))
     return found
 
 
@@ -216,7 +229,7 @@ def sparse_mla_decode(
     extra_topk_length: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
-    cluster: int | None = None,
+    layout: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends each row of `q` to its listed tokens of one or two caches.
 
@@ -255,9 +268,7 @@ def sparse_mla_decode(
 
     chip = gpu(device.index if device.index is not None else torch.cuda.current_device())
     widths = (first.width, second.width if second else 0)
-    shape = launch_shape(rows, heads, widths, chip.block_slots, cluster)
-    if cluster is None and shape.cluster > chip.max_cluster:
-        shape = launch_shape(rows, heads, widths, chip.block_slots, chip.max_cluster)
+    shape = launch_shape(rows, heads, widths, chip, layout)
     space = workspace(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     with torch.cuda.device(device):
@@ -268,7 +279,7 @@ def sparse_mla_decode(
             *(second.arguments() if second else [None, 0, 0, None, 0, None, 0]),
             _address(attn_sink), softmax_scale,
             out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(),
-            _address(items), shape.units, space.partial.data_ptr(), space.counters.data_ptr(), shape.cluster, stream,
+            _address(items), shape.units, space.partial.data_ptr(), space.counters.data_ptr(), shape.cluster, shape.teams, stream,
         )  # fmt: skip
     _lib.check(LIBRARY, "sparse_mla_decode", code)
     return out, lse

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse-MLA decode over the DeepSeek-V4 fp8 latent cache, by portable mma.sync (sm_90 and sm_120). See NOTES.md.
 //
-// One block of four warps runs 16 query heads over tiles of 16 cached tokens. Warp w owns latent dimensions
-// [128 w, 128 w + 128), as keys and as values: the cache bytes that it gathers are read by no other warp, and the only
-// thing that the warps of a block exchange is their share of the 16 x 16 scores, once a tile.
+// A team of four warps runs 16 query heads over tiles of 16 cached tokens. Warp w owns latent dimensions
+// [128 w, 128 w + 128), as keys and as values; what the warps of a team exchange is their share of the 16 x 16 scores, once
+// a tile.
 //
 //  * keys and values stay e4m3 in shared memory; fragments are converted to f16, which is exact and one instruction per
 //    pair. A token's ue8m0 scale never touches them: for keys it multiplies the fp32 partial score of its group of 64
@@ -26,35 +26,49 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kThreads = 128;
+constexpr int kTeam = 128;        // threads that share a tile: four warps
 constexpr int kTile = 16;
 constexpr int kStages = 4;
+constexpr int kListed = 8;       // tiles whose tokens are looked up at a time: one thread each
 constexpr int kRowBytes = 576;
 constexpr int kGroups = 8;        // seven of nope, one of rope
 constexpr int kScaleBytes = 8;    // per token, the eighth is padding that nothing wrote
 constexpr int kItemInts = 8;
 constexpr int kPlanThreads = 1024;
-// floats of one merged unit in global memory: 16 x 512 sums, 8 x 16 exponents, and (maximum, sum) x 16 per slice
-constexpr int kRecordFloats = 16 * 512 + kGroups * 16 + 8 * 32;
+// floats of one merged unit in global memory: 16 x 512 sums, and for each block of a cluster 8 x 16 exponents and 16 sums
+constexpr int kRecordSide = kGroups * 16 + 16;
+constexpr int kRecordFloats = 16 * 512 + 8 * kRecordSide;
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 // stands for "nothing seen": finite, so that the difference of two of them is 0 and not NaN
 constexpr float kNothing = -1e30f;
+// The reference of a running softmax moves only when a score exceeds it by a factor of 2^8; probabilities up to that are as
+// exact in f16 as those up to 1, and the sums need not be rescaled at every tile.
+constexpr float kSlack = 8.f;
 
+// Of one team.
 struct Smem {
   // the ring of gathered rows; after the last tile the 32 KiB of output sums lie here
   alignas(128) unsigned char raw[kStages][kTile * kRowBytes];
+  // after the last tile, of a block's first team: the weights of the merge
   alignas(16) float4 exchange[2][4][2][32];
-  alignas(16) unsigned char scales[kStages][4][kTile * kScaleBytes];
-  unsigned valid[kStages][4];
-  float exponent[kGroups][16];  // running maximum of each value group; the last one is the softmax's own
+  alignas(16) unsigned char scales[kStages][kTile * kScaleBytes];
+  // addresses of the next tiles' rows and of their scales
+  alignas(16) unsigned long long row_at[kListed][kTile];
+  alignas(16) unsigned long long scale_at[kListed][kTile];
+  unsigned valid[2 * kListed];
+  float exponent[kGroups][16];  // reference of each value group's softmax; the last one is the softmax's own
   float sum[16];
   int last;
 };
 static_assert(sizeof(float) * 16 * 512 <= sizeof(Smem::raw), "output sums reuse the ring");
-// two blocks on an sm_120 SM
-static_assert(sizeof(Smem) <= 50176, "shared memory of a block");
+static_assert(sizeof(float) * 16 * 128 <= sizeof(Smem::exchange), "weights of sixteen sources");
+// two blocks of one team, or one of two, on an sm_120 SM
+static_assert(sizeof(Smem) <= 50176, "shared memory of a team");
+
+// what a list entry without a token points at: its values and scales take no part, but 0 x NaN would
+__device__ const uint4 kZeroRow[kRowBytes / 16] = {};
 
 struct Scope {
   const unsigned char* cache;
@@ -85,30 +99,16 @@ __device__ __forceinline__ unsigned smem_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-template <int kBytes>
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool valid) {
-  // a size of 0 writes zeros and reads nothing
-  const int size = valid ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(size) : "memory");
-  }
+__device__ __forceinline__ void copy_async16(unsigned to, unsigned long long from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-
+__device__ __forceinline__ void copy_async8(unsigned to, unsigned long long from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void load128(unsigned from, unsigned (&v)[4]) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
-}
-
-__device__ __forceinline__ void load64(unsigned from, unsigned (&v)[2]) {
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(from));
 }
 
 // two e4m3 of the low or the high half of a word, as f16x2
@@ -126,12 +126,12 @@ __device__ __forceinline__ unsigned widen_high(unsigned v) {
 template <bool kBf16>
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned* a, unsigned b0, unsigned b1) {
   if constexpr (kBf16) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -142,14 +142,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
-}
-
-// 2^(byte - 127): 0 is 2^-127 (a subnormal), 255 is NaN
-__device__ __forceinline__ float scale_value(unsigned byte) {
-  return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fffffffu : byte << 23);
-}
-__device__ __forceinline__ float scale_exponent(unsigned byte) {
-  return byte == 255 ? __uint_as_float(0x7fffffffu) : static_cast<float>(static_cast<int>(byte) - 127);
 }
 
 template <bool kBf16>
@@ -180,100 +172,86 @@ __device__ __forceinline__ int swizzle(int row, int chunk) { return chunk ^ (row
 // parity that differs within each pair. A thread's two columns 2c and 2c + 1 are then rows c and 4 + (c ^ 1).
 __device__ __forceinline__ int row_of_column(int n) { return n & 1 ? 4 + ((n >> 1) ^ 1) : n >> 1; }
 
-// Per-thread constants of a warp's work.
 struct Lane {
-  int lane, warp, g, c;  // g and c: the row and column quad of an mma fragment
+  int lane, warp, g, c;  // warp within the team; g and c: the row and column quad of an mma fragment
 };
 
-// Issues the copies of one tile's rows and scales into a ring stage. `index` is this lane's token (lanes 0-15), -1 for none.
-__device__ __forceinline__ void gather(Smem& sm, const Lane& t, const Scope& scope, int stage, int index) {
-  const bool valid = t.lane < kTile && index >= 0;
-  const unsigned mask = __ballot_sync(~0u, valid);
-  if (t.lane == 0) sm.valid[stage][t.warp] = mask;
-  const int safe = valid ? index : 0;
-  const int offset = safe & ((1 << scope.page_shift) - 1);
-  const long long page = static_cast<long long>(safe >> scope.page_shift) * scope.pitch;
-  const long long row = page + offset * kRowBytes;
-  if (t.lane < kTile) {
-    const unsigned char* from = scope.cache + page + (static_cast<long long>(kRowBytes) << scope.page_shift) + offset * kScaleBytes;
-    copy_async<8>(smem_address(&sm.scales[stage][t.warp][t.lane * kScaleBytes]), from, valid);
-  }
-  const unsigned base = smem_address(&sm.raw[stage][0]);
-  const unsigned char* cache = scope.cache;
-  auto chunks = [&](int first, auto log2_width) {
-    constexpr int kLog2 = decltype(log2_width)::value;
-    constexpr int kWidth = 1 << kLog2;
-    const int chunk = first + (t.lane & (kWidth - 1));
-#pragma unroll
-    for (int i = 0; i < kTile * kWidth / 32; ++i) {
-      const int token = (t.lane >> kLog2) + i * (32 / kWidth);
-      const long long from = __shfl_sync(~0u, row, token);
-      copy_async<16>(base + token * kRowBytes + swizzle(token, chunk) * 16, cache + from + chunk * 16, (mask >> token) & 1);
-    }
-  };
-  if (t.warp < 3) {
-    chunks(8 * t.warp, std::integral_constant<int, 3>{});
-  } else {
-    chunks(24, std::integral_constant<int, 2>{});
-    chunks(28, std::integral_constant<int, 3>{});
+// Issues this warp's quarter of a tile's copies: four tokens. A whole warp takes 512 bytes of a row at once: one request
+// and one address translation for them, where a warp that fetched its own columns of many rows would need one for each.
+__device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile) {
+  const int list = tile % kListed, first = 4 * t.warp;
+  const unsigned base = smem_address(sm.raw[tile % kStages]) + first * kRowBytes;
+  const ulonglong2 a = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first]);
+  const ulonglong2 b = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first + 2]);
+  const unsigned to = base + t.lane * 16, to_swapped = base + (t.lane ^ 2) * 16;
+  copy_async16(to, a.x + t.lane * 16);
+  copy_async16(to + kRowBytes, a.y + t.lane * 16);
+  copy_async16(to_swapped + 2 * kRowBytes, b.x + t.lane * 16);
+  copy_async16(to_swapped + 3 * kRowBytes, b.y + t.lane * 16);
+  // the last four chunks of each row, and the scales
+  const int token = t.g & 3;
+  if (t.lane < 16) {
+    copy_async16(base + token * kRowBytes + swizzle(token, 32 + t.c) * 16, sm.row_at[list][first + token] + (32 + t.c) * 16);
+  } else if (t.c == 0) {
+    copy_async8(smem_address(&sm.scales[tile % kStages][(first + token) * kScaleBytes]), sm.scale_at[list][first + token]);
   }
 }
 
+__device__ __forceinline__ uint4 load128(const unsigned char* p) { return *reinterpret_cast<const uint4*>(p); }
+__device__ __forceinline__ uint2 load64(const unsigned char* p) { return *reinterpret_cast<const uint2*>(p); }
+
 // Scores of 16 heads x 16 tokens over one group of 64 dimensions.
 template <bool kRope>
-__device__ __forceinline__ void scores(float (&acc)[2][4], const unsigned (&q)[16], unsigned stage, const Lane& t, int chunk0) {
+__device__ __forceinline__ void scores(float (&acc)[2][4], const unsigned (&q)[16], const unsigned char* stage, const Lane& t, int chunk0) {
   const int r = row_of_column(t.g);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const unsigned base = stage + (8 * j + r) * kRowBytes;
+    const unsigned char* row = stage + (8 * j + r) * kRowBytes;
     acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
     if constexpr (kRope) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        unsigned v[4];
-        load128(base + swizzle(r, chunk0 + t.c + 4 * h) * 16, v);
-        mma<true>(acc[j], q + 8 * h, v[0], v[1]);
-        mma<true>(acc[j], q + 8 * h + 4, v[2], v[3]);
+        const uint4 v = load128(row + swizzle(r, chunk0 + t.c + 4 * h) * 16);
+        mma<true>(acc[j], q + 8 * h, v.x, v.y);
+        mma<true>(acc[j], q + 8 * h + 4, v.z, v.w);
       }
     } else {
-      unsigned v[4];
-      load128(base + swizzle(r, chunk0 + t.c) * 16, v);
-#pragma unroll
-      for (int s = 0; s < 4; ++s) mma<false>(acc[j], q + 4 * s, widen_low(v[s]), widen_high(v[s]));
+      const uint4 v = load128(row + swizzle(r, chunk0 + t.c) * 16);
+      mma<false>(acc[j], q, widen_low(v.x), widen_high(v.x));
+      mma<false>(acc[j], q + 4, widen_low(v.y), widen_high(v.y));
+      mma<false>(acc[j], q + 8, widen_low(v.z), widen_high(v.z));
+      mma<false>(acc[j], q + 12, widen_low(v.w), widen_high(v.w));
     }
   }
 }
 
 // Adds P (16 heads x 16 tokens) times the group's values to `o`.
 template <bool kRope>
-__device__ __forceinline__ void values(float (&o)[8][4], const unsigned (&p)[4], unsigned stage, const Lane& t, int chunk0) {
+__device__ __forceinline__ void values(float (&o)[8][4], const unsigned (&p)[4], const unsigned char* stage, const Lane& t, int chunk0) {
   // the four tokens of this thread's k indices 2c, 2c+1, 2c+8, 2c+9
   const int r0 = t.c, r1 = 4 + (t.c ^ 1);
   if constexpr (kRope) {
-    const unsigned at = swizzle(r0, chunk0 + t.g) * 16;
-    unsigned a[4], b[4], e[4], f[4];
-    load128(stage + r0 * kRowBytes + at, a);
-    load128(stage + r1 * kRowBytes + at, b);
-    load128(stage + (8 + r0) * kRowBytes + at, e);
-    load128(stage + (8 + r1) * kRowBytes + at, f);
+    const unsigned char* at = stage + swizzle(r0, chunk0 + t.g) * 16;
+    const uint4 a = load128(at + r0 * kRowBytes), b = load128(at + r1 * kRowBytes);
+    const uint4 e = load128(at + (8 + r0) * kRowBytes), f = load128(at + (8 + r1) * kRowBytes);
+    const unsigned aw[4] = {a.x, a.y, a.z, a.w}, bw[4] = {b.x, b.y, b.z, b.w};
+    const unsigned ew[4] = {e.x, e.y, e.z, e.w}, fw[4] = {f.x, f.y, f.z, f.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      mma<true>(o[2 * w], p, __byte_perm(a[w], b[w], 0x5410), __byte_perm(e[w], f[w], 0x5410));
-      mma<true>(o[2 * w + 1], p, __byte_perm(a[w], b[w], 0x7632), __byte_perm(e[w], f[w], 0x7632));
+      mma<true>(o[2 * w], p, __byte_perm(aw[w], bw[w], 0x5410), __byte_perm(ew[w], fw[w], 0x5410));
+      mma<true>(o[2 * w + 1], p, __byte_perm(aw[w], bw[w], 0x7632), __byte_perm(ew[w], fw[w], 0x7632));
     }
   } else {
-    const unsigned at = swizzle(r0, chunk0 + (t.g >> 1)) * 16 + (t.g & 1) * 8;
-    unsigned a[2], b[2], e[2], f[2];
-    load64(stage + r0 * kRowBytes + at, a);
-    load64(stage + r1 * kRowBytes + at, b);
-    load64(stage + (8 + r0) * kRowBytes + at, e);
-    load64(stage + (8 + r1) * kRowBytes + at, f);
+    const unsigned char* at = stage + swizzle(r0, chunk0 + (t.g >> 1)) * 16 + (t.g & 1) * 8;
+    const uint2 a = load64(at + r0 * kRowBytes), b = load64(at + r1 * kRowBytes);
+    const uint2 e = load64(at + (8 + r0) * kRowBytes), f = load64(at + (8 + r1) * kRowBytes);
+    const unsigned aw[2] = {a.x, a.y}, bw[2] = {b.x, b.y}, ew[2] = {e.x, e.y}, fw[2] = {f.x, f.y};
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const unsigned x = __byte_perm(a[w], b[w], h ? 0x7362 : 0x5140);
-        const unsigned y = __byte_perm(e[w], f[w], h ? 0x7362 : 0x5140);
+        const unsigned x = __byte_perm(aw[w], bw[w], h ? 0x7362 : 0x5140);
+        const unsigned y = __byte_perm(ew[w], fw[w], h ? 0x7362 : 0x5140);
         mma<false>(o[4 * w + 2 * h], p, widen_low(x), widen_low(y));
         mma<false>(o[4 * w + 2 * h + 1], p, widen_high(x), widen_high(y));
       }
@@ -281,39 +259,42 @@ __device__ __forceinline__ void values(float (&o)[8][4], const unsigned (&p)[4],
   }
 }
 
-// Probabilities of one value group, relative to the group's own running maximum `top`; rescales `o` when it moved.
-template <bool kBf16>
-__device__ __forceinline__ void probabilities(unsigned (&p)[4], const float (&x)[2][4], float (&top)[2], float (&o)[8][4], float* sum) {
-  float alpha[2];
+// The largest of a thread quad's values of each of its two rows.
+__device__ __forceinline__ void row_maximum(float (&m)[2], const float (&x)[2][4]) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float m = fmaxf(fmaxf(x[0][2 * h], x[0][2 * h + 1]), fmaxf(x[1][2 * h], x[1][2 * h + 1]));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    m = fmaxf(m, top[h]);
-    alpha[h] = exp2_fast(top[h] - m);
-    top[h] = m;
-  }
-  float e[2][4];
+  for (int h = 0; h < 2; ++h) m[h] = fmaxf(fmaxf(x[0][2 * h], x[0][2 * h + 1]), fmaxf(x[1][2 * h], x[1][2 * h + 1]));
 #pragma unroll
-  for (int j = 0; j < 2; ++j)
+  for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], 1));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) e[j][i] = exp2_fast(x[j][i] - top[i >> 1]);
-  if (__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
+  for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], 2));
+}
+
+// The running sums of one value group of 64 columns.
+struct Group {
+  float o[8][4];
+  float top[2];  // reference exponent of rows g and g + 8
+
+  // Raises the references to `m` and returns by what the sums shrank.
+  __device__ __forceinline__ void raise(const float (&m)[2], float (&alpha)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float to = fmaxf(top[h], m[h]);
+      alpha[h] = exp2_fast(top[h] - to);
+      top[h] = to;
+    }
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[n][i] *= alpha[i >> 1];
   }
-  if (sum != nullptr) {
+};
+
+template <bool kBf16>
+__device__ __forceinline__ void pack_probabilities(unsigned (&p)[4], const float (&e)[2][4]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      sum[h] = sum[h] * alpha[h] + ((e[0][2 * h] + e[0][2 * h + 1]) + (e[1][2 * h] + e[1][2 * h + 1]));
-  }
-  p[0] = pack<kBf16>(e[0][0], e[0][1]);
-  p[1] = pack<kBf16>(e[0][2], e[0][3]);
-  p[2] = pack<kBf16>(e[1][0], e[1][1]);
-  p[3] = pack<kBf16>(e[1][2], e[1][3]);
+  for (int j = 0; j < 2; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) p[2 * j + h] = pack<kBf16>(e[j][2 * h], e[j][2 * h + 1]);
 }
 
 // Eight bf16 of a query row, or zeros for a head that does not exist.
@@ -321,92 +302,194 @@ __device__ __forceinline__ uint4 load_query(const __nv_bfloat16* row, int dim) {
   return row == nullptr ? make_uint4(0, 0, 0, 0) : __ldg(reinterpret_cast<const uint4*>(row + dim));
 }
 
-__device__ __forceinline__ float bf16_low(unsigned v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float bf16_high(unsigned v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ __nv_bfloat162 as_bf16x2(unsigned v) { return *reinterpret_cast<__nv_bfloat162*>(&v); }
+__device__ __forceinline__ unsigned as_bits(__nv_bfloat162 v) { return *reinterpret_cast<unsigned*>(&v); }
 
-// The query fragments of a nope group as f16, times a power of two that brings the row's largest value of the warp to
-// [2^11, 2^12): exact but for values 2^25 times smaller than that one.
-__device__ __forceinline__ void query_f16(unsigned (&q)[16], const uint4 (&raw)[2][2], const float (&factor)[2]) {
+// One row's 16 values of a group as fragment halves, times a power of two that brings the largest of the warp's values of
+// that row to [2^11, 2^12): exact in f16 but for values 2^25 times smaller than that one.
+template <bool kRope>
+__device__ __forceinline__ void query_fragments(unsigned (&q)[16], const uint4 (&raw)[2], __nv_bfloat162 factor, int h) {
+  const unsigned w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const unsigned w[8] = {raw[h][0].x, raw[h][0].y, raw[h][0].z, raw[h][0].w, raw[h][1].x, raw[h][1].y, raw[h][1].z, raw[h][1].w};
+  for (int s = 0; s < 4; ++s)
 #pragma unroll
-    for (int s = 0; s < 4; ++s)
+    for (int k = 0; k < 2; ++k) {
+      const unsigned v = as_bits(__hmul2(as_bf16x2(w[2 * s + k]), factor));
+      q[4 * s + 2 * k + h] = kRope ? v : pack<false>(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+    }
+}
+
+__device__ __forceinline__ float largest(const uint4 (&a)[2], const uint4 (&b)[2]) {
+  const unsigned w[16] = {a[0].x, a[0].y, a[0].z, a[0].w, a[1].x, a[1].y, a[1].z, a[1].w,
+                          b[0].x, b[0].y, b[0].z, b[0].w, b[1].x, b[1].y, b[1].z, b[1].w};
+  __nv_bfloat162 m = as_bf16x2(0);
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        q[4 * s + 2 * k + h] = pack<false>(bf16_low(w[2 * s + k]) * factor[h], bf16_high(w[2 * s + k]) * factor[h]);
+  for (int i = 0; i < 16; ++i) m = __hmax2(m, __habs2(as_bf16x2(w[i])));
+  return fmaxf(__low2float(m), __high2float(m));
+}
+
+template <int kTeams>
+__device__ __forceinline__ void team_barrier(int team) {
+  if constexpr (kTeams == 1) {
+    __syncthreads();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeam) : "memory");
   }
 }
 
-__device__ __forceinline__ float largest(const uint4 (&raw)[2]) {
-  float m = 0.f;
+// The tiles of a team. kRope: of its last warp, whose second group is the rope dimensions. `look_up` and `list` keep the list
+// of tokens filled.
+template <bool kRope, int kTeams, class LookUp, class List>
+__device__ __forceinline__ void attend(Smem& sm, const Lane& t, int team, int count, const unsigned (&q0)[16], const unsigned (&q1)[16],
+                                       const float (&qk)[2], Group& a, Group& b, float (&sum)[2], LookUp look_up, List list) {
+  const int chunk0 = 8 * t.warp, chunk1 = chunk0 + 4;
+  // The rope half has no scale: 2^0 takes the place of the byte that nothing wrote.
+  constexpr unsigned keep = kRope ? 0xffu : 0xffffu, put = kRope ? 127u << 8 : 0u;
+  const int token_of[4] = {t.c, 4 + (t.c ^ 1), 8 + t.c, 12 + (t.c ^ 1)};
+  int index = -1;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const unsigned char* stage = sm.raw[i % kStages];
+    const unsigned char* scales = sm.scales[i % kStages] + 2 * t.warp;
+    // this thread's tokens: columns 2c and 2c + 1 of the two mma tiles
+    float f0[4], f1[4];
+    unsigned bytes[4];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const unsigned w[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+    for (int k = 0; k < 4; ++k) {
+      bytes[k] = (*reinterpret_cast<const unsigned short*>(scales + token_of[k] * kScaleBytes) & keep) | put;
+      // 2^(byte - 127); 2^-127 becomes 0 here, which no score can tell
+      f0[k] = __uint_as_float(bytes[k] << 23 & 0x7f800000u);
+      f1[k] = __uint_as_float(bytes[k] << 15 & 0x7f800000u);
+    }
+    const unsigned own = (*reinterpret_cast<const unsigned short*>(scales + (t.lane & 15) * kScaleBytes) & keep) | put;
+    const bool poisoned = __any_sync(~0u, (own & 0xff) == 0xff || own >> 8 == 0xff);
+    float s[2][4];
+    {
+      float x[2][4], y[2][4];
+      scores<false>(x, q0, stage, t, chunk0);
+      scores<kRope>(y, q1, stage, t, chunk1);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) m = fmaxf(m, fmaxf(fabsf(bf16_low(w[k])), fabsf(bf16_high(w[k]))));
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) s[j][k] = (x[j][k] * f0[2 * j + (k & 1)] + y[j][k] * f1[2 * j + (k & 1)]) * qk[k >> 1];
+    }
+    // ue8m0 255 is NaN, and one such token makes its rows NaN
+    if (poisoned) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) s[0][k] = s[1][k] = __uint_as_float(0x7fffffffu);
+    }
+    float4(*exchange)[2][32] = sm.exchange[i & 1];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) exchange[t.warp][j][t.lane] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+    // The next tile's rows have to be there for all warps behind the barrier. It is the only one of a tile: it also says
+    // that the last tile's stage has been read, and the exchange of two tiles ago.
+    copy_wait<kStages - 3>();
+    team_barrier<kTeams>(team);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float4 w0 = exchange[0][j][t.lane], w1 = exchange[1][j][t.lane], w2 = exchange[2][j][t.lane], w3 = exchange[3][j][t.lane];
+      // the same order in every warp, so that all of them hold the same score
+      s[j][0] = (w0.x + w1.x) + (w2.x + w3.x);
+      s[j][1] = (w0.y + w1.y) + (w2.y + w3.y);
+      s[j][2] = (w0.z + w1.z) + (w2.z + w3.z);
+      s[j][3] = (w0.w + w1.w) + (w2.w + w3.w);
+    }
+    if (i + kStages - 1 < count) gather(sm, t, i + kStages - 1);
+    copy_commit();
+    // every fourth tile four more are listed: looked up at one tile, written behind the next one's barrier
+    if (!kRope && t.warp < 2 && i + kListed - 1 < count) {
+      if (i % 4 == 0) index = look_up(i + kListed);
+      if (i % 4 == 1) list(i - 1 + kListed, index);
+    }
+    const unsigned valid = sm.valid[i % (2 * kListed)];
+    if (valid != 0xffff) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          if (!(valid >> token_of[2 * j + (k & 1)] & 1)) s[j][k] = -INFINITY;
+    }
+    // The scales of the values, as exponents: x = score + log2(scale). Each group's softmax has a reference of its own.
+    float x[2][4], y[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const unsigned both = bytes[2 * j + (k & 1)];
+        x[j][k] = s[j][k] + (__uint_as_float(0x4b000000u | (both & 255)) - 8388735.f);
+        y[j][k] = kRope ? s[j][k] : s[j][k] + (__uint_as_float(0x4b000000u | both >> 8) - 8388735.f);
+      }
+    float m[2], n[2];
+    row_maximum(m, x);
+    row_maximum(n, y);
+    const bool over = m[0] > a.top[0] + kSlack || m[1] > a.top[1] + kSlack || n[0] > b.top[0] + kSlack || n[1] > b.top[1] + kSlack;
+    if (__any_sync(~0u, over)) {
+      float alpha[2];
+      a.raise(m, alpha);
+      b.raise(n, alpha);
+      if constexpr (kRope) sum[0] *= alpha[0], sum[1] *= alpha[1];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        x[j][k] = exp2_fast(x[j][k] - a.top[k >> 1]);
+        y[j][k] = exp2_fast(y[j][k] - b.top[k >> 1]);
+      }
+    unsigned p[4], r[4];
+    pack_probabilities<false>(p, x);
+    pack_probabilities<kRope>(r, y);
+    values<false>(a.o, p, stage, t, chunk0);
+    values<kRope>(b.o, r, stage, t, chunk1);
+    if constexpr (kRope) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) sum[h] += (y[0][2 * h] + y[0][2 * h + 1]) + (y[1][2 * h] + y[1][2 * h + 1]);
+    }
   }
-  return m;
 }
 
-// Sums of one output slice over the units or blocks that hold a part of the row.
-struct Merged {
-  float acc[8];
-  float top, softmax_top, sum;
-};
-
-template <int kCount, class Exponent, class Softmax, class Sum, class Value>
-__device__ __forceinline__ void merge(Merged& r, int count, Exponent exponent, Softmax softmax, Sum sum, Value value) {
-  const int n = kCount ? kCount : count;
-  r.top = r.softmax_top = kNothing;
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    r.top = fmaxf(r.top, exponent(i));
-    r.softmax_top = fmaxf(r.softmax_top, softmax(i));
-  }
-  r.sum = 0.f;
-#pragma unroll
-  for (int k = 0; k < 8; ++k) r.acc[k] = 0.f;
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    const float w = exp2_fast(exponent(i) - r.top);
-    r.sum += exp2_fast(softmax(i) - r.softmax_top) * sum(i);
-    const float4 a = value(i, 0), b = value(i, 1);
-    r.acc[0] += w * a.x, r.acc[1] += w * a.y, r.acc[2] += w * a.z, r.acc[3] += w * a.w;
-    r.acc[4] += w * b.x, r.acc[5] += w * b.y, r.acc[6] += w * b.z, r.acc[7] += w * b.w;
-  }
+__device__ __forceinline__ float4 weighted(float4 acc, float w, float4 v) {
+  return make_float4(acc.x + w * v.x, acc.y + w * v.y, acc.z + w * v.z, acc.w + w * v.w);
 }
 
-// The sink enters here and nowhere else, once a row.
-__device__ __forceinline__ void store_output(const Params& p, const Merged& r, int row, int head, int dim, bool with_lse) {
-  if (head >= p.heads) return;
-  float denominator = r.sum;
-  if (p.sink != nullptr) denominator += exp2f(p.sink[head] * kLog2e - r.softmax_top);
-  // not `sum > 0`: a NaN has to come out
-  const float f = r.sum == 0.f ? 0.f : exp2f(r.top - r.softmax_top) / denominator;
-  uint4 packed;
-  packed.x = pack<true>(r.acc[0] * f, r.acc[1] * f);
-  packed.y = pack<true>(r.acc[2] * f, r.acc[3] * f);
-  packed.z = pack<true>(r.acc[4] * f, r.acc[5] * f);
-  packed.w = pack<true>(r.acc[6] * f, r.acc[7] * f);
-  *reinterpret_cast<uint4*>(p.out + row * p.out_row + head * p.out_head + dim) = packed;
+// The factor of a row's merged sums, and its lse. The sink enters here and nowhere else, once a row.
+__device__ __forceinline__ float finish(const Params& p, int row, int head, float top, float softmax_top, float sum, bool with_lse) {
+  if (head >= p.heads) return 0.f;
+  float denominator = sum;
+  if (p.sink != nullptr) denominator += exp2_fast(p.sink[head] * kLog2e - softmax_top);
   if (with_lse && p.lse != nullptr)
-    p.lse[static_cast<long long>(row) * p.heads + head] = r.sum == 0.f ? -INFINITY : (r.softmax_top + log2f(r.sum)) * kLn2;
+    p.lse[static_cast<long long>(row) * p.heads + head] = sum == 0.f ? -INFINITY : (softmax_top + __log2f(sum)) * kLn2;
+  // not `sum > 0`: a NaN has to come out
+  return sum == 0.f ? 0.f : exp2_fast(top - softmax_top) / denominator;
 }
 
-template <int kCluster>
-__global__ void __launch_bounds__(kThreads, 3) sparse_mla_decode(const Params p) {
+__device__ __forceinline__ void store_output(const Params& p, float4 v, int row, int head, int dim) {
+  if (head >= p.heads) return;
+  const uint2 packed = make_uint2(pack<true>(v.x, v.y), pack<true>(v.z, v.w));
+  *reinterpret_cast<uint2*>(p.out + row * p.out_row + head * p.out_head + dim) = packed;
+}
+
+// kCluster blocks of kTeams teams share a unit of work.
+template <int kCluster, int kTeams>
+__global__ void __launch_bounds__(kTeams* kTeam, kTeams == 1 ? 3 : 1) sparse_mla_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Smem& sm = *reinterpret_cast<Smem*>(memory);
+  constexpr int kThreads = kTeams * kTeam;
+  constexpr int kSources = kCluster * kTeams;
+  // broadcast, so that the compiler knows it uniform
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int team = kTeams == 1 ? 0 : warp / 4;
+  const int thread = kTeams == 1 ? threadIdx.x : threadIdx.x % kTeam;
+  Smem* teams = reinterpret_cast<Smem*>(memory);
+  Smem& sm = teams[team];
   Lane t;
   t.lane = threadIdx.x & 31;
-  t.warp = threadIdx.x >> 5;
+  t.warp = warp % 4;
   t.g = t.lane >> 2;
   t.c = t.lane & 3;
   const int rank = kCluster == 1 ? 0 : blockIdx.x % kCluster;
   const int head0 = 16 * blockIdx.y;
-
   const long long unit = blockIdx.x / kCluster;
+
   int row, part = 0, parts = 1, begin = 0, end = 0, length0, length1;
   long long slot = 0;
   if (p.items == nullptr) {
@@ -425,30 +508,6 @@ __global__ void __launch_bounds__(kThreads, 3) sparse_mla_decode(const Params p)
     begin = work.y, end = work.z;
     part = work.w & 0xffff, parts = work.w >> 16;
     length0 = planned.x, length1 = planned.y, slot = planned.z;
-  }
-
-  int tile, count, tiles0;
-  auto share = [&] {
-    const int n = end - begin;
-    tile = begin + n * rank / kCluster;
-    count = begin + n * (rank + 1) / kCluster - tile;
-    tiles0 = tiles_of(length0);
-  };
-  auto load_index = [&](int i) -> int {
-    const int at = tile + i;
-    if (i >= count || t.lane >= kTile) return -1;
-    const bool first = at < tiles0;
-    const int position = (first ? at : at - tiles0) * kTile + t.lane;
-    if (position >= (first ? length0 : length1)) return -1;
-    const Scope& s = p.scope[first ? 0 : 1];
-    return __ldg(s.indices + row * s.indices_stride + position);
-  };
-  share();
-  int index[kStages + 1];
-#pragma unroll
-  for (int i = 0; i <= kStages; ++i) index[i] = load_index(i);
-
-  if (p.items != nullptr) {
     const int actual0 = clamped_length(p.scope[0], row), actual1 = clamped_length(p.scope[1], row);
     if (actual0 != length0 || actual1 != length1) {
       // The plan is of other lengths. It stays right, and slow: the row's first unit takes all of it.
@@ -456,174 +515,108 @@ __global__ void __launch_bounds__(kThreads, 3) sparse_mla_decode(const Params p)
       parts = 1;
       length0 = actual0, length1 = actual1;
       begin = 0, end = tiles_of(length0) + tiles_of(length1);
-      share();
-#pragma unroll
-      for (int i = 0; i <= kStages; ++i) index[i] = load_index(i);
     }
   }
+  const int tiles0 = tiles_of(length0);
+  const int source = rank * kTeams + team;
+  const int tile = begin + (end - begin) * source / kSources;
+  const int count = begin + (end - begin) * (source + 1) / kSources - tile;
 
-  auto issue = [&](int i, int token) {
-    if (i < count) {
-      const bool first = tile + i < tiles0;
-      gather(sm, t, p.scope[first ? 0 : 1], i % kStages, token);
-    }
+  // the listed token of this thread in the team's tile j (or behind it, for every 16 threads), -1 for none
+  auto look_up = [&](int j) -> int {
+    j += thread / kTile;
+    const int at = tile + j;
+    const bool first = at < tiles0;
+    const int position = (first ? at : at - tiles0) * kTile + thread % kTile;
+    if (j >= count || position >= (first ? length0 : length1)) return -1;
+    const Scope& s = p.scope[first ? 0 : 1];
+    return __ldg(s.indices + row * s.indices_stride + position);
+  };
+  auto list = [&](int j, int index) {
+    j += thread / kTile;
+    const Scope& s = p.scope[tile + j < tiles0 ? 0 : 1];
+    const unsigned mask = __ballot_sync(~0u, index >= 0);
+    const int offset = index & ((1 << s.page_shift) - 1);
+    const unsigned char* page = s.cache + (index >> s.page_shift) * s.pitch;
+    const unsigned char* at = page + offset * kRowBytes;
+    const unsigned char* scale = page + (static_cast<long long>(kRowBytes) << s.page_shift) + offset * kScaleBytes;
+    if (index < 0) at = scale = reinterpret_cast<const unsigned char*>(kZeroRow);
+    sm.row_at[j % kListed][thread % kTile] = reinterpret_cast<unsigned long long>(at);
+    sm.scale_at[j % kListed][thread % kTile] = reinterpret_cast<unsigned long long>(scale);
+    if (thread % kTile == 0) sm.valid[j % (2 * kListed)] = t.lane == 0 ? mask & 0xffff : mask >> 16;
+  };
+  const int index = look_up(0);
+
+  uint4 raw0[2][2], raw1[2][2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int head = head0 + t.g + 8 * h;
+    const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head + 128 * t.warp : nullptr;
+    raw0[h][0] = load_query(from, 16 * t.c);
+    raw0[h][1] = load_query(from, 16 * t.c + 8);
+    raw1[h][0] = load_query(from, 64 + (t.warp < 3 ? 16 * t.c : 8 * t.c));
+    raw1[h][1] = load_query(from, 64 + (t.warp < 3 ? 16 * t.c + 8 : 8 * t.c + 32));
+  }
+  list(0, index);
+  team_barrier<kTeams>(team);
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i < count) gather(sm, t, i);
     // an empty group keeps the count of groups
     copy_commit();
-  };
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) issue(i, index[i]);
-  int next_index = index[kStages];
+  }
 
-  // Query fragments, loaded while the first tiles travel.
+  // Query fragments, while the first tiles travel.
   unsigned q0[16], q1[16];
-  float qk[2], qk_rope = p.scale_log2;
-  {
-    uint4 raw0[2][2], raw1[2][2];
-    float factor[2];
+  float qk[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int head = head0 + t.g + 8 * h;
-      const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head : nullptr;
-      raw0[h][0] = load_query(from, 128 * t.warp + 16 * t.c);
-      raw0[h][1] = load_query(from, 128 * t.warp + 16 * t.c + 8);
-      if (t.warp < 3) {
-        raw1[h][0] = load_query(from, 128 * t.warp + 64 + 16 * t.c);
-        raw1[h][1] = load_query(from, 128 * t.warp + 64 + 16 * t.c + 8);
-      } else {
-        raw1[h][0] = load_query(from, 448 + 8 * t.c);
-        raw1[h][1] = load_query(from, 448 + 32 + 8 * t.c);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float m = largest(raw0[h]);
-      if (t.warp < 3) m = fmaxf(m, largest(raw1[h]));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      int e = static_cast<int>(__float_as_uint(m) >> 23) - 127;
-      // zeros, infinities and the far ends keep the factor a normal number; an infinity stays one
-      e = min(max(e, -100), 100);
-      factor[h] = __uint_as_float(static_cast<unsigned>(11 - e + 127) << 23);
-      qk[h] = p.scale_log2 * __uint_as_float(static_cast<unsigned>(e - 11 + 127) << 23);
-    }
-    query_f16(q0, raw0, factor);
+  for (int h = 0; h < 2; ++h) {
+    float m = largest(raw0[h], raw1[h]);
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+    int e = static_cast<int>(__float_as_uint(m) >> 23) - 127;
+    // zeros, infinities and the far ends keep the factor a normal number; an infinity stays one
+    e = min(max(e, -100), 100);
+    const __nv_bfloat162 factor = as_bf16x2(static_cast<unsigned>(11 - e + 127) * 0x00800080u);
+    qk[h] = p.scale_log2 * __uint_as_float(static_cast<unsigned>(e - 11 + 127) << 23);
+    query_fragments<false>(q0, raw0[h], factor, h);
     if (t.warp < 3) {
-      query_f16(q1, raw1, factor);
+      query_fragments<false>(q1, raw1[h], factor, h);
     } else {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const unsigned w[8] = {raw1[h][0].x, raw1[h][0].y, raw1[h][0].z, raw1[h][0].w, raw1[h][1].x, raw1[h][1].y, raw1[h][1].z, raw1[h][1].w};
-#pragma unroll
-        for (int s = 0; s < 4; ++s)
-#pragma unroll
-          for (int k = 0; k < 2; ++k) q1[4 * s + 2 * k + h] = w[2 * s + k];
-      }
+      query_fragments<true>(q1, raw1[h], factor, h);
     }
   }
 
-  float o0[8][4] = {}, o1[8][4] = {};
-  float top0[2] = {kNothing, kNothing}, top1[2] = {kNothing, kNothing}, sum[2] = {0.f, 0.f};
-  const int chunk0 = 8 * t.warp, chunk1 = chunk0 + 4;
-
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    const int stage = i % kStages;
-    copy_wait<kStages - 1>();
-    __syncwarp();
-    const unsigned raw = smem_address(&sm.raw[stage][0]);
-    const unsigned valid = sm.valid[stage][t.warp];
-    // this thread's tokens: columns 2c and 2c + 1 of the two mma tiles
-    unsigned bytes[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int token = (k >> 1) * 8 + (k & 1 ? 4 + (t.c ^ 1) : t.c);
-      bytes[k] = *reinterpret_cast<const unsigned short*>(&sm.scales[stage][t.warp][token * kScaleBytes + 2 * t.warp]);
-    }
-    float s[2][4];
-    {
-      float a0[2][4], a1[2][4];
-      scores<false>(a0, q0, raw, t, chunk0);
-      if (t.warp < 3) {
-        scores<false>(a1, q1, raw, t, chunk1);
-      } else {
-        scores<true>(a1, q1, raw, t, chunk1);
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const unsigned b = bytes[2 * j + (k & 1)];
-          float v = a0[j][k] * scale_value(b & 255) * qk[k >> 1];
-          if (t.warp < 3) {
-            v += a1[j][k] * scale_value(b >> 8) * qk[k >> 1];
-          } else {
-            v += a1[j][k] * qk_rope;
-          }
-          s[j][k] = v;
-        }
-    }
-    float4(*exchange)[2][32] = sm.exchange[i & 1];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) exchange[t.warp][j][t.lane] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
-    // One barrier a tile: the buffer written two tiles later has been read by then.
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float4 w0 = exchange[0][j][t.lane], w1 = exchange[1][j][t.lane], w2 = exchange[2][j][t.lane], w3 = exchange[3][j][t.lane];
-      // the same order in every warp, so that all of them hold the same score
-      s[j][0] = (w0.x + w1.x) + (w2.x + w3.x);
-      s[j][1] = (w0.y + w1.y) + (w2.y + w3.y);
-      s[j][2] = (w0.z + w1.z) + (w2.z + w3.z);
-      s[j][3] = (w0.w + w1.w) + (w2.w + w3.w);
-    }
-    float x0[2][4], x1[2][4];
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int token = 8 * j + (k & 1 ? 4 + (t.c ^ 1) : t.c);
-        const bool in = (valid >> token) & 1;
-        const unsigned b = bytes[2 * j + (k & 1)];
-        x0[j][k] = in ? s[j][k] + scale_exponent(b & 255) : -INFINITY;
-        x1[j][k] = in ? (t.warp < 3 ? s[j][k] + scale_exponent(b >> 8) : s[j][k]) : -INFINITY;
-      }
-    unsigned prob[4];
-    probabilities<false>(prob, x0, top0, o0, nullptr);
-    values<false>(o0, prob, raw, t, chunk0);
-    if (t.warp < 3) {
-      probabilities<false>(prob, x1, top1, o1, nullptr);
-      values<false>(o1, prob, raw, t, chunk1);
-    } else {
-      probabilities<true>(prob, x1, top1, o1, sum);
-      values<true>(o1, prob, raw, t, chunk1);
-    }
-    // the stage is this warp's own
-    __syncwarp();
-    issue(i + kStages, next_index);
-    next_index = load_index(i + kStages + 1);
+  Group a = {}, b = {};
+  a.top[0] = a.top[1] = b.top[0] = b.top[1] = kNothing;
+  float sum[2] = {0.f, 0.f};
+  copy_wait<kStages - 2>();
+  team_barrier<kTeams>(team);
+  if (t.warp < 3) {
+    attend<false, kTeams>(sm, t, team, count, q0, q1, qk, a, b, sum, look_up, list);
+  } else {
+    attend<true, kTeams>(sm, t, team, count, q0, q1, qk, a, b, sum, look_up, list);
   }
   copy_wait<0>();
 
   // --- merge ---------------------------------------------------------------------------------------------------------
   // Sums in fragment order: [group][2 rows x 4 pieces of 4 dimensions][lane]. Piece k of lane (g, c) and half h holds head
   // g + 8 h and dimensions 16 c + 4 k ... + 3 of the group.
-  __syncthreads();
+  team_barrier<kTeams>(team);
   float4* sums = reinterpret_cast<float4*>(&sm.raw[0][0]);
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+  for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int n = 4 * (k & 1), r = 2 * h + (k >> 1);
-      sums[((2 * t.warp) * 8 + 4 * h + k) * 32 + t.lane] = make_float4(o0[n][r], o0[n + 1][r], o0[n + 2][r], o0[n + 3][r]);
-      sums[((2 * t.warp + 1) * 8 + 4 * h + k) * 32 + t.lane] = make_float4(o1[n][r], o1[n + 1][r], o1[n + 2][r], o1[n + 3][r]);
+      sums[((2 * t.warp) * 8 + 4 * h + k) * 32 + t.lane] = make_float4(a.o[n][r], a.o[n + 1][r], a.o[n + 2][r], a.o[n + 3][r]);
+      sums[((2 * t.warp + 1) * 8 + 4 * h + k) * 32 + t.lane] = make_float4(b.o[n][r], b.o[n + 1][r], b.o[n + 2][r], b.o[n + 3][r]);
     }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
     sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
     sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
     if (t.c == 0) {
-      sm.exponent[2 * t.warp][t.g + 8 * h] = top0[h];
-      sm.exponent[2 * t.warp + 1][t.g + 8 * h] = top1[h];
+      sm.exponent[2 * t.warp][t.g + 8 * h] = a.top[h];
+      sm.exponent[2 * t.warp + 1][t.g + 8 * h] = b.top[h];
       if (t.warp == 3) sm.sum[t.g + 8 * h] = sum[h];
     }
   }
@@ -633,42 +626,60 @@ __global__ void __launch_bounds__(kThreads, 3) sparse_mla_decode(const Params p)
     cg::this_cluster().sync();
   }
 
-  // Thread (lane, warp) merges half h = warp / 2 and pieces 2 (warp % 2), + 1 of each group of the block's slice.
-  constexpr int kSliceGroups = kGroups / kCluster;
-  const int half = t.warp >> 1, piece = 2 * (t.warp & 1);
-  const int head_in = t.g + 8 * half;
-  auto peer = [&](auto* mine, int i) {
+  // the same place in the memory of source i
+  auto peer = [&](auto* of_first_team, int i) {
+    auto* there = reinterpret_cast<decltype(of_first_team)>(reinterpret_cast<unsigned char*>(of_first_team) + (i % kTeams) * sizeof(Smem));
     if constexpr (kCluster == 1) {
-      return mine;
+      return there;
     } else {
-      return cg::this_cluster().map_shared_rank(mine, i);
+      return cg::this_cluster().map_shared_rank(there, i / kTeams);
     }
   };
+  Smem& home = teams[0];
+  float* weights = reinterpret_cast<float*>(home.exchange);
   auto record = [&](int n) -> float* { return p.partial + ((slot + n) * gridDim.y + blockIdx.y) * kRecordFloats; };
+  // each block keeps a copy of exponents and sums, so that a slice depends on blocks of its own rank alone
+  const int side = 16 * 512 + rank * kRecordSide;
 
-#pragma unroll 1
-  for (int j = 0; j < kSliceGroups; ++j) {
-    const int group = rank * kSliceGroups + j;
-    Merged r;
-    merge<kCluster>(
-        r, kCluster, [&](int i) { return *peer(&sm.exponent[group][head_in], i); },
-        [&](int i) { return *peer(&sm.exponent[kGroups - 1][head_in], i); }, [&](int i) { return *peer(&sm.sum[head_in], i); },
-        [&](int i, int k) { return *peer(&sums[(group * 8 + 4 * half + piece + k) * 32 + t.lane], i); });
+  // one thread for each group and head
+  if (threadIdx.x < kGroups * 16) {
+    const int head = threadIdx.x % 16, group = threadIdx.x / 16;
+    float e[kSources], m[kSources], l[kSources];
+#pragma unroll
+    for (int i = 0; i < kSources; ++i) {
+      e[i] = *peer(&home.exponent[group][head], i);
+      m[i] = *peer(&home.exponent[kGroups - 1][head], i);
+      l[i] = *peer(&home.sum[head], i);
+    }
+    float top = kNothing, softmax_top = kNothing, total = 0.f;
+#pragma unroll
+    for (int i = 0; i < kSources; ++i) top = fmaxf(top, e[i]), softmax_top = fmaxf(softmax_top, m[i]);
+#pragma unroll
+    for (int i = 0; i < kSources; ++i) total += exp2_fast(m[i] - softmax_top) * l[i];
+    float factor = 1.f;
     if (parts == 1) {
-      store_output(p, r, row, head0 + head_in, 64 * group + 16 * t.c + 4 * piece, group == 0 && t.c == 0 && piece == 0);
+      factor = finish(p, row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
     } else {
-      float* to = record(part);
-      float4* o = reinterpret_cast<float4*>(to) + (group * 8 + 4 * half + piece) * 32 + t.lane;
-      o[0] = make_float4(r.acc[0], r.acc[1], r.acc[2], r.acc[3]);
-      o[32] = make_float4(r.acc[4], r.acc[5], r.acc[6], r.acc[7]);
-      if (t.c == 0 && piece == 0) {
-        to[16 * 512 + group * 16 + head_in] = r.top;
-        if (j == 0) {
-          // each slice keeps a copy, so that a slice depends on blocks of its own rank alone
-          to[16 * 512 + kGroups * 16 + rank * 32 + head_in] = r.softmax_top;
-          to[16 * 512 + kGroups * 16 + rank * 32 + 16 + head_in] = r.sum;
-        }
-      }
+      float* to = record(part) + side;
+      to[threadIdx.x] = group == kGroups - 1 ? softmax_top : top;
+      if (group == 0) to[kGroups * 16 + head] = total;
+    }
+#pragma unroll
+    for (int i = 0; i < kSources; ++i) weights[i * 128 + threadIdx.x] = exp2_fast(e[i] - top) * factor;
+  }
+  __syncthreads();
+  constexpr int kPieces = 16 * 512 / 4;
+#pragma unroll 1
+  for (int at = rank * kThreads + threadIdx.x; at < kPieces; at += kCluster * kThreads) {
+    const int group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2);
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < kSources; ++i)
+      v = weighted(v, weights[i * 128 + group * 16 + head], *peer(reinterpret_cast<float4*>(&home.raw[0][0]) + at, i));
+    if (parts == 1) {
+      store_output(p, v, row, head0 + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3));
+    } else {
+      reinterpret_cast<float4*>(record(part))[at] = v;
     }
   }
   // a block's shared memory has to outlive its peers' reads
@@ -680,23 +691,37 @@ __global__ void __launch_bounds__(kThreads, 3) sparse_mla_decode(const Params p)
   if (threadIdx.x == 0) {
     // wraps to 0 at the last arrival: ready for the next launch
     unsigned* counter = p.counters + (slot * gridDim.y + blockIdx.y) * kCluster + rank;
-    sm.last = atomicInc(counter, parts - 1) == static_cast<unsigned>(parts - 1);
+    home.last = atomicInc(counter, parts - 1) == static_cast<unsigned>(parts - 1);
   }
   __syncthreads();
-  if (!sm.last) return;
+  if (!home.last) return;
   __threadfence();
+  float* tops = weights;
+  float* factors = weights + 128;
+  if (threadIdx.x < kGroups * 16) {
+    const int head = threadIdx.x % 16, group = threadIdx.x / 16;
+    float top = kNothing, softmax_top = kNothing, total = 0.f;
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) {
+      top = fmaxf(top, __ldcg(record(i) + side + threadIdx.x));
+      softmax_top = fmaxf(softmax_top, __ldcg(record(i) + side + (kGroups - 1) * 16 + head));
+    }
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i)
+      total += exp2_fast(__ldcg(record(i) + side + (kGroups - 1) * 16 + head) - softmax_top) * __ldcg(record(i) + side + kGroups * 16 + head);
+    tops[threadIdx.x] = top;
+    factors[threadIdx.x] = finish(p, row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
+  }
+  __syncthreads();
 #pragma unroll 1
-  for (int j = 0; j < kSliceGroups; ++j) {
-    const int group = rank * kSliceGroups + j;
-    Merged r;
-    merge<0>(
-        r, parts, [&](int i) { return __ldcg(record(i) + 16 * 512 + group * 16 + head_in); },
-        [&](int i) { return __ldcg(record(i) + 16 * 512 + kGroups * 16 + rank * 32 + head_in); },
-        [&](int i) { return __ldcg(record(i) + 16 * 512 + kGroups * 16 + rank * 32 + 16 + head_in); },
-        [&](int i, int k) {
-          return __ldcg(reinterpret_cast<const float4*>(record(i)) + (group * 8 + 4 * half + piece + k) * 32 + t.lane);
-        });
-    store_output(p, r, row, head0 + head_in, 64 * group + 16 * t.c + 4 * piece, group == 0 && t.c == 0 && piece == 0);
+  for (int at = rank * kThreads + threadIdx.x; at < kPieces; at += kCluster * kThreads) {
+    const int group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2), pair = group * 16 + head;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i)
+      v = weighted(v, exp2_fast(__ldcg(record(i) + side + pair) - tops[pair]), __ldcg(reinterpret_cast<const float4*>(record(i)) + at));
+    const float f = factors[pair];
+    store_output(p, make_float4(v.x * f, v.y * f, v.z * f, v.w * f), row, head0 + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3));
   }
 }
 
@@ -782,21 +807,22 @@ __global__ void __launch_bounds__(kPlanThreads) sparse_mla_plan(
     reinterpret_cast<int4*>(items)[2 * static_cast<long long>(i)] = make_int4(-1, 0, 0, 0);
 }
 
-template <int kCluster>
+template <int kCluster, int kTeams>
 cudaError_t launch(const Params& p, int units, int head_blocks, cudaStream_t stream) {
   static bool ready[64] = {};
+  constexpr int kSmem = kTeams * sizeof(Smem);
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   if (device >= 64 || !ready[device]) {
-    error = cudaFuncSetAttribute(sparse_mla_decode<kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+    error = cudaFuncSetAttribute(sparse_mla_decode<kCluster, kTeams>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
     if (error != cudaSuccess) return error;
     if (device < 64) ready[device] = true;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(units) * kCluster, head_blocks);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Smem);
+  config.blockDim = dim3(kTeams * kTeam);
+  config.dynamicSmemBytes = kSmem;
   config.stream = stream;
   cudaLaunchAttribute attribute[1];
   attribute[0].id = cudaLaunchAttributeClusterDimension;
@@ -805,7 +831,7 @@ cudaError_t launch(const Params& p, int units, int head_blocks, cudaStream_t str
   attribute[0].val.clusterDim.z = 1;
   config.attrs = attribute;
   config.numAttrs = kCluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, sparse_mla_decode<kCluster>, p);
+  return cudaLaunchKernelEx(&config, sparse_mla_decode<kCluster, kTeams>, p);
 }
 
 bool scope_is_sound(const Scope& s) {
@@ -817,7 +843,7 @@ bool scope_is_sound(const Scope& s) {
 
 // Sizes that the caller needs for its buffers: 0 ints of an item, 1 floats of a record, 2 tokens of a tile.
 DSV4_EXPORT int dsv4_sparse_mla_constant(int what) {
-  constexpr int values[] = {kItemInts, kRecordFloats, kTile, kThreads, static_cast<int>(sizeof(Smem))};
+  constexpr int values[] = {kItemInts, kRecordFloats, kTile, kTeam, static_cast<int>(sizeof(Smem))};
   return what >= 0 && what < 5 ? values[what] : dsv4::kBadArgument;
 }
 
@@ -835,15 +861,15 @@ DSV4_EXPORT int dsv4_sparse_mla_plan(const int* lengths0, int width0, int has1, 
   return cudaGetLastError();
 }
 
-// One layer. All strides are in elements of their tensor but `pitch`, which is in bytes. `cluster` is 1, 2, 4 or 8, the
-// same as the one that the counters were sized for. `items` may be null where budget equals rows; partial and counters then
+// One layer. All strides are in elements of their tensor but `pitch`, which is in bytes. `cluster` (blocks) and `teams` (per
+// block) are (1, 2, 4, 6 or 8, 1) or (1 or 8, 2), the same cluster that the counters were sized for. `items` may be null where budget equals rows; partial and counters then
 // are not used.
 DSV4_EXPORT int dsv4_sparse_mla_decode(
     const void* q, int64_t q_row, int64_t q_head, int rows, int heads,                                                //
     const void* cache0, int64_t pitch0, int shift0, const int* indices0, int64_t stride0, const int* lengths0, int width0,  //
     const void* cache1, int64_t pitch1, int shift1, const int* indices1, int64_t stride1, const int* lengths1, int width1,  //
     const float* sink, float softmax_scale, void* out, int64_t out_row, int64_t out_head, float* lse,                 //
-    const int* items, int units, float* partial, unsigned* counters, int cluster, void* stream) {
+    const int* items, int units, float* partial, unsigned* counters, int cluster, int teams, void* stream) {
   Params p = {};
   p.q = static_cast<const __nv_bfloat16*>(q), p.q_row = q_row, p.q_head = q_head;
   p.scope[0] = {static_cast<const unsigned char*>(cache0), pitch0, indices0, stride0, lengths0, width0, shift0};
@@ -859,11 +885,14 @@ DSV4_EXPORT int dsv4_sparse_mla_decode(
   const int head_blocks = (heads + 15) / 16;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
   cudaError_t error;
-  switch (cluster) {
-    case 1: error = launch<1>(p, units, head_blocks, s); break;
-    case 2: error = launch<2>(p, units, head_blocks, s); break;
-    case 4: error = launch<4>(p, units, head_blocks, s); break;
-    case 8: error = launch<8>(p, units, head_blocks, s); break;
+  switch (cluster * 10 + teams) {
+    case 11: error = launch<1, 1>(p, units, head_blocks, s); break;
+    case 21: error = launch<2, 1>(p, units, head_blocks, s); break;
+    case 41: error = launch<4, 1>(p, units, head_blocks, s); break;
+    case 61: error = launch<6, 1>(p, units, head_blocks, s); break;
+    case 81: error = launch<8, 1>(p, units, head_blocks, s); break;
+    case 12: error = launch<1, 2>(p, units, head_blocks, s); break;
+    case 82: error = launch<8, 2>(p, units, head_blocks, s); break;
     default: return dsv4::kBadArgument;
   }
   return error == cudaErrorNoKernelImageForDevice ? dsv4::kNoCode : static_cast<int>(error);
@@ -879,6 +908,7 @@ DSV4_EXPORT int dsv4_sparse_mla_capture_id(void* stream, unsigned long long* id)
   return error;
 }
 
-DSV4_KERNELS(dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi1E"), dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi2E"),
-             dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi4E"), dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi8E"),
-             dsv4::limit<kPlanThreads, 0>("sparse_mla_plan"))
+#define DECODE_LIMIT(cluster, teams) \
+  dsv4::limit<teams * kTeam, teams * sizeof(Smem)>("sparse_mla_decodeILi" #cluster "ELi" #teams "E")
+DSV4_KERNELS(DECODE_LIMIT(1, 1), DECODE_LIMIT(2, 1), DECODE_LIMIT(4, 1), DECODE_LIMIT(6, 1), DECODE_LIMIT(8, 1), DECODE_LIMIT(1, 2),
+             DECODE_LIMIT(8, 2), dsv4::limit<kPlanThreads, 0>("sparse_mla_plan"))

@@ -222,15 +222,18 @@ def test_plan_against_brute_force():
         assert len(slots) <= 2 * (budget - rows)
 
 
-@pytest.mark.parametrize("block_slots", [396, 376])
-def test_launch_shape(block_slots):
+@pytest.mark.parametrize("chip", [mla.Gpu(132, 3), mla.Gpu(188, 2), mla.Gpu(188, 2, 1), mla.Gpu(7, 2, 4)])
+def test_launch_shape(chip):
+    slots = chip.sms * chip.blocks_per_sm
     for rows, heads, width in itertools.product([1, 2, 8, 16, 33, 64, 65, 512, 8192], [8, 16, 32, 64], [0, 512, 4096, 8192]):
-        shape = mla.launch_shape(rows, heads, (128, width), block_slots)
-        assert shape.units >= rows and shape.records <= 2 * block_slots
-        assert shape.cluster == 1 or rows * shape.head_blocks * shape.cluster <= block_slots
-        if width <= 512 and shape.cluster == 8:
-            assert not shape.planned  # 40 tiles fill one cluster of eight
-    assert mla.launch_shape(64, 16, (128, 512), 396).cluster == 4
+        shape = mla.launch_shape(rows, heads, (128, width), chip)
+        assert (shape.cluster, shape.teams) in mla.LAYOUTS and shape.cluster <= chip.max_cluster
+        assert shape.units >= rows and shape.records <= 2 * slots
+        assert shape.cluster == 1 or rows * shape.head_blocks * shape.cluster <= slots
+        assert shape.teams == 1 or rows * shape.head_blocks * shape.cluster <= chip.sms
+        if width <= 512:
+            assert not shape.planned
+    assert [mla.launch_shape(n, 16, (128, 512), mla.Gpu(132, 3)).cluster for n in (16, 49, 64, 66, 67)] == [8, 8, 6, 6, 4]
 
 
 # --- CPU: the kernel's arithmetic ------------------------------------------------------------------------------------------
@@ -383,7 +386,9 @@ def compare(case, error=1.85e-3, **options):
     empty = want_lse == -math.inf
     assert torch.equal(lse == -math.inf, empty) and (out[empty] == 0).all()
     if not empty.all():
-        assert (lse.double() - want_lse)[~empty].abs().max().item() < 1e-3
+        # float32 itself, where scores are in the thousands
+        bound = (want_lse.abs() * 2e-6).clamp(min=1e-3)
+        assert ((lse.double() - want_lse).abs() < bound)[~empty].all()
     return out
 
 
@@ -405,14 +410,16 @@ def test_random_shapes(scopes, heads, rows):
 
 
 @gpu
-@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-def test_splits_agree(cluster):
-    """Splits 1 against n within 1e-3 of bf16 output; bit-equal from run to run."""
+@pytest.mark.parametrize("layout", mla.LAYOUTS)
+def test_splits_agree(layout):
+    """Splits 1 against n: 1e-3 as a whole, 1e-3 or one bf16 step in each value; bit-equal from run to run."""
     case = make_case(5, 16, SCOPES["c128-long"], seed=9, device="cuda", lengths=[[128, 1, 0, 128, 60], [4096, 4000, 17, 0, 2048]])
-    out = compare(case, cluster=cluster)
+    out = compare(case, layout=layout)
     for _ in range(20):
-        assert torch.equal(run(case, cluster=cluster)[0], out)
-    assert (run(case, cluster=1)[0].float() - out.float()).abs().max().item() < 1e-3
+        assert torch.equal(run(case, layout=layout)[0], out)
+    one = run(case, layout=(1, 1))[0].float()
+    assert ((one - out.float()).norm() / one.norm()).item() < 1e-3
+    assert ((one - out.float()).abs() <= one.abs() * 2.0**-7 + 1e-3).all()
 
 
 @gpu
@@ -451,8 +458,7 @@ def test_hazards_4_14_15_nan_around():
         spare = int(unused.nonzero()[0])
         indices[:, 64 if indices.shape[1] == 128 else 100 :] = spare
     compare(case)
-    for value in (0x7F, 0xFF):
-        cache = case["k_cache"].clone(memory_format=torch.preserve_format)
+    for place, value in ((5, 0x7F), (5, 0xFF), (447, 0x7F), ("scale", 255)):
         bad = dict(case, k_cache=reference.empty_cache(40, 256, device="cuda"))
         reference.sections(bad["k_cache"])[0].copy_(reference.sections(case["k_cache"])[0])
         reference.sections(bad["k_cache"])[1].copy_(reference.sections(case["k_cache"])[1])
@@ -460,10 +466,12 @@ def test_hazards_4_14_15_nan_around():
         others = torch.cat([case["indices"][0, :64], case["indices"][2, :64]]).tolist()
         if slot in others:
             continue
-        reference.sections(bad["k_cache"])[0][slot // 256, slot % 256, 5] = value
+        if place == "scale":
+            reference.sections(bad["k_cache"])[1][slot // 256, slot % 256, 4] = value
+        else:
+            reference.sections(bad["k_cache"])[0][slot // 256, slot % 256, place] = value
         out, _ = run(bad)
         assert out[1].isnan().any() and not out[0].isnan().any() and not out[2].isnan().any()
-        del cache
 
 
 @gpu
