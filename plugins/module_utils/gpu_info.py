@@ -9,11 +9,13 @@ bus is always read as well, so that a GPU which the driver lost can be named by 
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
 import select
 import signal
+import sys
 import time
 import typing as t
 
@@ -343,6 +345,19 @@ def _peer_matrix(nvml: t.Any, error: type[Exception], handles: list[t.Any], capa
             return "unknown"
 
     return [[cell(a, b) for b in range(len(handles))] for a in range(len(handles))]
+
+
+def load_nvml(path: str | None) -> tuple[t.Any, str | None]:
+    """The module pynvml and, when it cannot be loaded, None with the reason."""
+    if path:
+        found = sorted(glob.glob(os.path.join(path, "lib", "python3*", "site-packages"))) or [path]
+        sys.path[:0] = found
+    try:
+        import pynvml
+    except ImportError as error:
+        where = f" in {path}" if path else ""
+        return None, f"nvidia-ml-py cannot be loaded{where}: {error}"
+    return pynvml, None
 
 
 def in_child(question: t.Callable[[], dict[str, t.Any]], limit: float) -> dict[str, t.Any]:

@@ -186,27 +186,10 @@ seconds:
   sample: 0.12
 """
 
-import glob
-import os
-import sys
-
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info
 from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System
-
-
-def load_nvml(path: str | None):
-    """The module pynvml and, when it cannot be loaded, None with the reason."""
-    if path:
-        found = sorted(glob.glob(os.path.join(path, "lib", "python3*", "site-packages"))) or [path]
-        sys.path[:0] = found
-    try:
-        import pynvml
-    except ImportError as error:
-        where = f" in {path}" if path else ""
-        return None, f"nvidia-ml-py cannot be loaded{where}: {error}"
-    return pynvml, None
 
 
 def main() -> None:
@@ -232,7 +215,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     wanted = module.params
-    nvml, reason = load_nvml(wanted["nvml_path"]) if "nvml" in wanted["sources"] else (None, None)
+    nvml, reason = gpu_info.load_nvml(wanted["nvml_path"]) if "nvml" in wanted["sources"] else (None, None)
     facts = gpu_info.gather(
         System(wanted["proc_root"], wanted["sys_root"], timeout=wanted["timeout"]),
         nvml, wanted["sources"], wanted["nvidia_smi"], wanted["p2p"], wanted["plan"], wanted["timeout"], reason,

@@ -1,0 +1,130 @@
+#!/usr/bin/python
+# Copyright: blackwell.dsv4 contributors
+# GNU General Public License v3.0-or-later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: preflight_inventory
+short_description: Look for everything in an inventory that would go wrong later
+version_added: "0.1.0"
+description:
+  - Judges values of the inventory only; nothing of a host is read. Meant to be delegated to the controller.
+  - Returns all findings at once, those of the serving plan included. It never fails because of a finding.
+author:
+  - The blackwell.dsv4 maintainers (@blackwell-dsv4)
+options:
+  plan_findings:
+    description: Findings of the filter P(blackwell.dsv4.serving_plan#filter).
+    type: list
+    elements: dict
+    default: []
+  groups:
+    description: Hosts by group; each group needs one.
+    type: dict
+    default: {}
+  driver:
+    description: What the inventory says of the driver, C(source), C(branch) and C(version).
+    type: dict
+    default: {}
+  booleans:
+    description: Values that must be booleans, by variable.
+    type: dict
+    default: {}
+  environments:
+    description: Hand-written environments of units, by variable.
+    type: dict
+    default: {}
+  allow_cuda_compat:
+    description: Accept a cuda-compat folder in a library search path.
+    type: bool
+    default: false
+  core_version:
+    description: Version of ansible-core on the controller.
+    type: str
+    default: ""
+  ignore:
+    description: Ids of findings that are known and accepted.
+    type: list
+    elements: str
+    default: []
+extends_documentation_fragment:
+  - blackwell.dsv4.attributes
+attributes:
+  check_mode:
+    support: full
+  diff_mode:
+    support: none
+  platform:
+    platforms: posix
+"""
+
+EXAMPLES = r"""
+- name: Look the inventory over
+  blackwell.dsv4.preflight_inventory:
+    driver:
+      source: cuda
+      branch: 580
+      version: 580.95.05
+    environments:
+      sglang_dsv4_environment:
+        LD_LIBRARY_PATH: /usr/local/cuda/lib64
+  delegate_to: localhost
+"""
+
+RETURN = r"""
+findings:
+  description: Findings that are not ignored, errors first.
+  returned: always
+  type: list
+  elements: dict
+  sample: []
+ignored:
+  description: Findings that O(ignore) names.
+  returned: always
+  type: list
+  elements: dict
+  sample: []
+ok:
+  description: Is there no error among RV(findings)?
+  returned: always
+  type: bool
+  sample: true
+table:
+  description: The findings as lines of text.
+  returned: always
+  type: list
+  elements: str
+  sample: ["no findings"]
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.blackwell.dsv4.plugins.module_utils import preflight
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "plan_findings": {"type": "list", "elements": "dict", "default": []},
+            "groups": {"type": "dict", "default": {}},
+            "driver": {"type": "dict", "default": {}},
+            "booleans": {"type": "dict", "default": {}},
+            "environments": {"type": "dict", "default": {}},
+            "allow_cuda_compat": {"type": "bool", "default": False},
+            "core_version": {"type": "str", "default": ""},
+            "ignore": {"type": "list", "elements": "str", "default": []},
+        },
+        supports_check_mode=True,
+    )
+    findings, ignored = preflight.sort_and_ignore(preflight.inventory(module.params), module.params["ignore"])
+    module.exit_json(
+        changed=False, findings=findings, ignored=ignored, ok=not any(item["severity"] == "error" for item in findings),
+        table=preflight.table(findings, ignored),
+    )
+
+
+if __name__ == "__main__":
+    main()
