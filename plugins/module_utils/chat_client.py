@@ -160,6 +160,8 @@ class Client:
             if connection is not None:
                 connection.close()
         exchange.body = bytes(body)
+        if exchange.error == "body_cut" and not exchange.error_text.endswith("bytes"):
+            exchange.error_text = "%d bytes came, then the connection broke off (%s)" % (len(body), exchange.error_text.split(":")[0])
         exchange.seconds = time.monotonic() - start
         if state["late"] and not exchange.cancelled and (exchange.error or not exchange.complete):
             exchange.complete = False

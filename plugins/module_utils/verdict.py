@@ -783,7 +783,8 @@ def _judge_thinking(answer, thinking, in_reasoning):
         else:
             answer.problem(VALUE, "empty_content", "content is %s" % json.dumps(answer.content))
     if thinking and not reasoning:
-        answer.problem(VALUE, "no_reasoning", "thinking was asked for, reasoning_content is %s" % json.dumps(answer.reasoning))
+        answer.problem(VALUE, "no_reasoning", "thinking was asked for, reasoning_content is %s, content is %s" % (
+            json.dumps(answer.reasoning), json.dumps(clip(answer.content or "", 120), ensure_ascii=False)))
     if not thinking and reasoning:
         answer.problem(VALUE, "reasoning_when_disabled", "reasoning_content: %s" % clip(answer.reasoning, 120))
 
