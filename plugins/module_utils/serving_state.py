@@ -21,7 +21,7 @@ PROPERTIES = (
 RELEASE = re.compile(r"/releases/([0-9a-f]{12})(?:/|$)")
 PROGRESS = re.compile(
     r"Load weight|safetensors checkpoint shards|Memory pool|KV Cache|max_total_num_tokens|[Cc]apture|autotun|"
-    r"Compiling|warmup|Uvicorn|fired up|Loading|JIT", re.I)
+    r"Compiling|warmup|Uvicorn|fired up|Loading|not there yet|is in use by|is held on", re.I)
 
 
 def run(argv):
@@ -116,11 +116,13 @@ def journal(unit, count=60, invocation="", runner=run):
 
 
 def progress_line(lines):
-    """The newest line that tells how far a start is, else the newest line."""
+    """The newest line that tells how far a start is, or nothing."""
+    # The engine's list of arguments is long, tells nothing, and may hold keys.
+    lines = [line for line in lines if "server_args=" not in line]
     for line in reversed(lines):
         if PROGRESS.search(line):
             return line.strip()[:160]
-    return lines[-1].strip()[:160] if lines else ""
+    return ""
 
 
 # --- ports ----------------------------------------------------------------------------------------------
