@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-import rehearsal_engine as support  # noqa: E402
+import rehearsal_engine as support
 
 ROUTERS = ("sglang_router", "smg")
 # Without these a half waits 300 s for the other, and sglang_router lets the client wait with it.

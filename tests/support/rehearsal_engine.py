@@ -164,11 +164,11 @@ class EngineProcess(Process):
         answer = call(self.port, "POST", "/_rehearsal/fault", faults)
         assert answer.status == 200, answer.text
 
-    def chat(self, text_or_messages, **body) -> "Answer":
+    def chat(self, text_or_messages, **body) -> Answer:
         return chat(self.port, text_or_messages, **body)
 
     def metric(self, name: str) -> float:
-        found = re.search(r"^sglang:%s\{[^}]*\} (\S+)$" % name, call(self.port, "GET", "/metrics").text, re.M)
+        found = re.search(r"^sglang:%s\{[^}]*\} (\S+)$" % name, call(self.port, "GET", "/metrics").text, re.MULTILINE)
         return float(found.group(1))
 
     def children(self) -> dict[str, int]:
@@ -255,11 +255,7 @@ def chat(port: int, text_or_messages, headers: dict | None = None, timeout: floa
 
 # ---- routers
 
-ROUTER_ARGUMENTS = (
-    "--host 127.0.0.1 --policy round_robin --worker-startup-timeout-secs 86400 --health-check-interval-secs 2 --health-check-timeout-secs 10 "
-    "--health-failure-threshold 2 --health-success-threshold 1 --disable-circuit-breaker --disable-retries --request-timeout-secs 600 "
-    "--shutdown-grace-period-secs 10 --prometheus-host 127.0.0.1 --log-level warn"
-).split()
+ROUTER_ARGUMENTS = ["--host", "127.0.0.1", "--policy", "round_robin", "--worker-startup-timeout-secs", "86400", "--health-check-interval-secs", "2", "--health-check-timeout-secs", "10", "--health-failure-threshold", "2", "--health-success-threshold", "1", "--disable-circuit-breaker", "--disable-retries", "--request-timeout-secs", "600", "--shutdown-grace-period-secs", "10", "--prometheus-host", "127.0.0.1", "--log-level", "warn"]
 
 
 class RouterProcess(Process):

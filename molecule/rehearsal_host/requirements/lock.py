@@ -54,7 +54,7 @@ def entry(name: str, version: str, hashes: set[str]) -> str:
 
 
 def resolve() -> list[str]:
-    wanted = re.findall(r'^    "([^"]+==[^"]+)",$', (ENGINE / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    wanted = re.findall(r'^    "([^"]+==[^"]+)",$', (ENGINE / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     found: dict[str, tuple[str, set[str]]] = {}
     for python in PYTHONS:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", "--only-binary", ":all:",

@@ -4,6 +4,7 @@
 """Engines for the tests of this folder: one alone, one pair without a router (the test then speaks to both halves)."""
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 sys.path.insert(0, str(ROOT / "molecule" / "rehearsal_host" / "engine" / "src"))
 
-import rehearsal_engine as support  # noqa: E402
+import rehearsal_engine as support
 
 
 @pytest.fixture(scope="session")
@@ -22,24 +23,38 @@ def model(tmp_path_factory):
     return support.model_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session")
-def engines(tmp_path_factory, model):
-    """Start engines; each of them is stopped at the end."""
+@contextlib.contextmanager
+def starter(tmp_path_factory, model):
     started = []
 
     def start(mode="null", *extra, **options):
-        engine = support.EngineProcess(options.pop("folder", None) or tmp_path_factory.mktemp("engine"), model, mode, *extra, **options)
+        engine = support.EngineProcess(tmp_path_factory.mktemp("engine"), model, mode, *extra, **options)
         started.append(engine)
         return engine
 
-    yield start
-    for engine in started:
-        engine.stop()
+    try:
+        yield start
+    finally:
+        for engine in started:
+            engine.stop()
+
+
+@pytest.fixture
+def engines(tmp_path_factory, model):
+    """Start engines; they are stopped after the test."""
+    with starter(tmp_path_factory, model) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
-def shared_single(engines):
-    return engines()
+def shared_engines(tmp_path_factory, model):
+    with starter(tmp_path_factory, model) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def shared_single(shared_engines):
+    return shared_engines()
 
 
 @pytest.fixture
@@ -69,10 +84,10 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def shared_pair(engines):
+def shared_pair(shared_engines):
     limits = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "2", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "2"}
-    prefill = engines("prefill", environment=limits, wait=False)
-    decode = engines("decode", environment=limits, wait=False)
+    prefill = shared_engines("prefill", environment=limits, wait=False)
+    decode = shared_engines("decode", environment=limits, wait=False)
     prefill.wait_ready()
     decode.wait_ready()
     return Pair(prefill, decode)

@@ -9,7 +9,7 @@ import time
 import uuid
 
 from sglang.rehearsal import script
-from sglang.rehearsal.encoding import BadRequest, Delta, Encoder, Prompt
+from sglang.rehearsal.encoding import BadRequest, Delta, Prompt
 from sglang.rehearsal.engine import Abort, Engine, Job, Step
 from sglang.rehearsal.resolve import switch
 

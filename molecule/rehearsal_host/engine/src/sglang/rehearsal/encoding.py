@@ -294,8 +294,8 @@ class TextParser:
     """
 
     OPEN = "<%sfunction_calls>" % DSML
-    INVOKE = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.S)
-    PARAMETER = re.compile(r'<｜DSML｜parameter name="([^"]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.S)
+    INVOKE = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
+    PARAMETER = re.compile(r'<｜DSML｜parameter name="([^"]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL)
 
     def __init__(self, encoder: Encoder, reasoning: bool, tools: bool):
         self._encoder = encoder

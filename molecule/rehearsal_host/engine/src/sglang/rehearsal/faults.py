@@ -61,8 +61,8 @@ KNOWN = {
     "no_call": "reasoning about the tool, then nothing",
     "call_as_text": "calls as prose",
     "ascii_markup": "tool markup with ASCII bars",
-    "bare_invoke": "tool markup without its outer wrapper",
-    "cut_markup": "tool markup that breaks off",
+    "bare_invoke": "tool markup with ASCII bars and without its outer wrapper (with the real bars the parser takes it)",
+    "cut_markup": "tool markup (ASCII bars) that breaks off; the real parser drops one with the real bars",
     "wrap_arguments": "arguments one level too deep once the history has a call",
     # the shape of the answer
     "reasoning_field": "the thought in `reasoning` instead of `reasoning_content`; both: in both",
@@ -99,7 +99,7 @@ class Faults:
         assert name in KNOWN, name
         return self.values.get(name, default)
 
-    def take(self) -> "Faults":
+    def take(self) -> Faults:
         """The faults for one generation request; counts `times` down."""
         taken = Faults(self.values)
         if self.times is not None:

@@ -21,15 +21,15 @@ OPERATIONS = (
     (re.compile(NUMBER + r"\s*(?:\+|plus)\s*" + NUMBER), "+", lambda a, b: a + b),
     (re.compile(NUMBER + r"\s*(?:-|−|minus)\s*" + NUMBER), "−", lambda a, b: a - b),
 )
-REPEAT = re.compile(r"(?:repeat|echo)(?: back)?(?: the following)?(?: text)?(?: exactly| verbatim| after me)[^:]{0,40}:\s*(.+)", re.I | re.S)
-ONLY = re.compile(r"(?:answer|reply|respond|say)(?: only| just)?(?: with)?(?: only)?(?: just)?(?: exactly)?(?: the)?(?: single| one)?(?: word| text)\s*:?\s*[\"'“`]?([^\s\"'”`.!?]+)", re.I)
-COUNT = re.compile(r"count(?: up)? (?:from (\d+) )?to (\d+)", re.I)
-WORDS = re.compile(r"(?:write|generate|produce)\D{0,40}?(\d+)[ -]words?", re.I)
-WHAT_IS = re.compile(r"what (?:is|was|are) (?:the |my |our )?([^?\n]{2,60}?)\?", re.I)
+REPEAT = re.compile(r"(?:repeat|echo)(?: back)?(?: the following)?(?: text)?(?: exactly| verbatim| after me)[^:]{0,40}:\s*(.+)", re.IGNORECASE | re.DOTALL)
+ONLY = re.compile(r"(?:answer|reply|respond|say)(?: only| just)?(?: with)?(?: only)?(?: just)?(?: exactly)?(?: the)?(?: single| one)?(?: word| text)\s*:?\s*[\"'“`]?([^\s\"'”`.!?]+)", re.IGNORECASE)
+COUNT = re.compile(r"count(?: up)? (?:from (\d+) )?to (\d+)", re.IGNORECASE)
+WORDS = re.compile(r"(?:write|generate|produce)\D{0,40}?(\d+)[ -]words?", re.IGNORECASE)
+WHAT_IS = re.compile(r"what (?:is|was|are) (?:the |my |our )?([^?\n]{2,60}?)\?", re.IGNORECASE)
 NAMES = re.compile(r"[A-ZÀ-ÞĀ-Ž][\w'’-]+(?: [A-ZÀ-ÞĀ-Ž][\w'’-]+)*")
-RESULT = re.compile(r"<tool_result>(.*?)</tool_result>", re.S)
-CALL = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.S)
-PARAMETER = re.compile(r'<｜DSML｜parameter name="([^"]+)" string="(?:true|false)">(.*?)</｜DSML｜parameter>', re.S)
+RESULT = re.compile(r"<tool_result>(.*?)</tool_result>", re.DOTALL)
+CALL = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
+PARAMETER = re.compile(r'<｜DSML｜parameter name="([^"]+)" string="(?:true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL)
 FORMAT = "## Response Format:"
 GARBAGE = "!" * 4000
 NO_NAMES = {"I", "Use", "What", "The", "Please", "Then", "And", "Also", "How", "Give", "Tell", "Call", "Check", "Find", "JSON", "Celsius", "Fahrenheit", "Answer"}
@@ -114,7 +114,7 @@ class Scene:
             return "Counting.", " ".join(map(str, range(first, min(last, first + 20000) + 1)))
         found = WORDS.search(self.question)
         if found:
-            words = ("the quick router hands every prompt to one half and every token comes back from the other".split() * 4000)
+            words = (["the", "quick", "router", "hands", "every", "prompt", "to", "one", "half", "and", "every", "token", "comes", "back", "from", "the", "other"] * 4000)
             return "A long text is asked for.", " ".join(words[:min(int(found.group(1)), 20000)])
         found = ONLY.search(self.question)
         if found:
@@ -136,7 +136,7 @@ class Scene:
 
     def needle(self) -> str | None:
         for thing in WHAT_IS.findall(self.question):
-            pattern = re.compile(r"\b" + re.escape(thing.strip()) + r"\s*(?:is|was|are|:|=)\s*:?\s*([^\n.?!,;]+)", re.I)
+            pattern = re.compile(r"\b" + re.escape(thing.strip()) + r"\s*(?:is|was|are|:|=)\s*:?\s*([^\n.?!,;]+)", re.IGNORECASE)
             for found in pattern.finditer(self.text):
                 value = found.group(1).strip()
                 if value:
@@ -182,8 +182,8 @@ class Scene:
         if faults.get("bare_invoke"):
             text = text.replace("<%stool_calls>\n" % DSML, "").replace("\n</%stool_calls>" % DSML, "")
         if faults.get("cut_markup"):
-            text = text[: text.index("invoke") + 3]
-        if faults.get("ascii_markup"):
+            text = "<|DSML|inv"
+        if faults.get("ascii_markup") or faults.get("bare_invoke"):
             text = text.replace("｜", "|")
         # A model that sees tools for the former generation's block still writes the one it was trained on.
         return thought, "\n\n" + text
@@ -218,8 +218,7 @@ def words_of(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Za-z]{3,}", re.sub(r"([a-z])([A-Z])", r"\1 \2", name))]
 
 
-COMMON = set("get set for the and with from tool function call list that this info information data given return returns current use into your "
-             "any all are one two not you can will".split())
+COMMON = set(["get", "set", "for", "the", "and", "with", "from", "tool", "function", "call", "list", "that", "this", "info", "information", "data", "given", "return", "returns", "current", "use", "into", "your", "any", "all", "are", "one", "two", "not", "you", "can", "will"])
 
 
 def asked_for(tool: dict, question: str) -> bool:
@@ -258,7 +257,7 @@ class Pool:
     def named(self, key: str) -> str | None:
         """`unit celsius`, `unit: celsius`, `unit="celsius"`."""
         name = re.sub(r"[_-]", r"[ _-]", re.escape(key).replace(r"\_", "_").replace(r"\-", "-"))
-        found = re.search(r"\b%s\b\s*(?:is|=|:)?\s*[\"“]?([\w.@/-]+)" % name, self.question, re.I)
+        found = re.search(r"\b%s\b\s*(?:is|=|:)?\s*[\"“]?([\w.@/-]+)" % name, self.question, re.IGNORECASE)
         return found.group(1).rstrip(".") if found else None
 
 
@@ -308,14 +307,14 @@ def fit(schema: dict, pool: Pool, key: str = "", root: dict | None = None, depth
     if kind in ("integer", "number"):
         return _number(schema, pool, key, kind)
     if kind == "boolean":
-        return not re.search(r"\b(?:no|not|without|false)\b[^.]{0,20}%s" % re.escape(key.replace("_", " ")), pool.question, re.I)
+        return not re.search(r"\b(?:no|not|without|false)\b[^.]{0,20}%s" % re.escape(key.replace("_", " ")), pool.question, re.IGNORECASE)
     if kind == "null":
         return None
     return _string(schema, pool, key)
 
 
 def _enum_said(schema: dict, pool: Pool) -> bool:
-    return any(isinstance(value, str) and re.search(r"\b%s\b" % re.escape(value), pool.question, re.I) for value in schema.get("enum", ()))
+    return any(isinstance(value, str) and re.search(r"\b%s\b" % re.escape(value), pool.question, re.IGNORECASE) for value in schema.get("enum", ()))
 
 
 def _number(schema: dict, pool: Pool, key: str, kind: str):

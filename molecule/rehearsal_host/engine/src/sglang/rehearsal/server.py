@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from aiohttp import web
 
@@ -170,7 +170,7 @@ class Server:
 
     async def loads(self, _request) -> web.Response:
         return web.json_response({
-            "timestamp": datetime.now(timezone.utc).isoformat(), "version": sglang.__version__, "accelerator": "rehearsal",
+            "timestamp": datetime.now(UTC).isoformat(), "version": sglang.__version__, "accelerator": "rehearsal",
             "num_accelerators": self.args["tp_size"] * self.args["pp_size"], "loads": [self.engine.load()],
         })
 

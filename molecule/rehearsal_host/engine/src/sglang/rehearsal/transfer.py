@@ -129,7 +129,7 @@ class Prefill:
             limit = seconds("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", 300)
             try:
                 reason = await asyncio.wait_for(asyncio.shield(room.taken), limit)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise TransferError(
                     "Prefill bootstrap failed for request rank=0 bootstrap_room=%d with exception KVTransferError: Request timed out "
                     "after %.1fs in KVPoll.Bootstrapping" % (number, limit)) from None
@@ -165,7 +165,7 @@ class Decode:
         limit = seconds("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", 300)
         try:
             return await asyncio.wait_for(self._fetch(address, room, ids), limit)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise TransferError(
                 "Decode transfer failed for request rank=0 bootstrap_room=%d with exception KVTransferError: Request timed out after "
                 "%.1fs in KVPoll.WaitingForInput" % (room, limit)) from None
@@ -199,7 +199,7 @@ class Decode:
                     if answer.status == 200:
                         return await answer.json()
                     problem = "%d, %s" % (answer.status, await answer.text())
-            except (ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+            except (TimeoutError, ClientError, OSError, ValueError) as error:
                 problem = str(error)
             await asyncio.sleep(1)
         raise TransferError(
