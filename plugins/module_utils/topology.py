@@ -251,6 +251,23 @@ class Topology:
     def _fail(self, identity, reason, evidence, hint):
         self._add(identity, V.FAIL, reason, evidence, hint)
 
+    def _loading(self, name):
+        """True while the unit is starting and has not failed: what it does not show yet speaks against nobody."""
+        state = self._state(name)
+        return state.get("ActiveState") == "activating" and state.get("SubState") != "auto-restart"
+
+    def _still_loading(self, identity, name):
+        if not self._loading(name):
+            return False
+        self._add(identity, V.SKIPPED, "waiting", "%s is loading" % name)
+        return True
+
+    def _unreadable(self, identity, name, reason, evidence, hint):
+        if self._loading(name):
+            self._add(identity, V.INCONCLUSIVE, "waiting", "%s is loading (%s)" % (name, evidence), "journalctl -fu %s" % self.unit(name))
+        else:
+            self._fail(identity, reason, evidence, hint)
+
     # -------------------------------------------------------------------- readers
 
     def unit(self, name):
@@ -356,7 +373,7 @@ class Topology:
         elif name in self.active:
             if active == "activating" and sub == "auto-restart":
                 self._fail(identity, "unit_restarting", "%s, result %s" % (seen, state.get("Result")), look)
-            elif active == "activating":
+            elif self._loading(name):
                 self._add(identity, V.INCONCLUSIVE, "waiting", seen, "still loading: journalctl -fu %s" % unit)
             elif active != "active":
                 self._fail(identity, "unit_not_active", seen, look)
@@ -392,7 +409,9 @@ class Topology:
         wanted = int(self.instances[name].get("tp_size") or 1)
         gpus, dummy = self._planned_gpus(name)
         held = "" if gpus is None else ", GPUs at %s MiB" % "/".join(str(g.get("memory_used_mib")) for g in gpus)
-        if not schedulers:
+        if self._loading(name):
+            self._add(identity, V.INCONCLUSIVE, "waiting", "%d of %d schedulers so far" % (len(schedulers), wanted), "journalctl -fu %s" % unit)
+        elif not schedulers:
             self._fail(identity, "zombie_server", "unit active, %d processes, no scheduler among them%s" % (len(members), held),
                        "the engine behind the HTTP server is dead: journalctl -u %s (NCCL, abort, Scheduler hit an exception); restart %s" % (unit, unit))
         elif len(schedulers) < wanted:
@@ -416,11 +435,9 @@ class Topology:
         got = self._health[name]
         if got.status == 200:
             self._pass(identity, "HTTP 200 in %.2f s" % got.seconds)
-        elif self._state(name).get("ActiveState") == "activating":
-            self._add(identity, V.INCONCLUSIVE, "waiting", "%s not ready (%s)" % (name, got.error_text or "HTTP %s" % got.status), "journalctl -fu %s" % unit)
         else:
-            self._fail(identity, "unhealthy", "%s/health: %s" % (self.instances[name]["url"], got.error_text or "HTTP %s" % got.status),
-                       "journalctl -u %s" % unit)
+            self._unreadable(identity, name, "unhealthy", "%s/health: %s" % (self.instances[name]["url"], got.error_text or "HTTP %s" % got.status),
+                             "journalctl -u %s" % unit)
 
     def _check_workers(self):
         """The router must know exactly the planned workers."""
@@ -429,7 +446,7 @@ class Topology:
         got = self.host.get(self.plan["endpoint"]["url"], "/workers")
         document = got.json() if got.status == 200 else None
         if not isinstance(document, dict) or not isinstance(document.get("workers"), list):
-            self._fail("router.workers", "router_workers_unreadable", "/workers: %s" % (got.error_text or "HTTP %s" % got.status), hint)
+            self._unreadable("router.workers", "router", "router_workers_unreadable", "/workers: %s" % (got.error_text or "HTTP %s" % got.status), hint)
             return
         planned = dict((_url(self.instances[n]["url"]), self.instances[n]["mode"]) for n in self.engines)
         known = {}
@@ -442,7 +459,10 @@ class Topology:
         wrong = ["%s is %s, planned %s" % (url, known[url][0], kind) for url, kind in planned.items() if url in known and kind not in known[url][0]]
         sick = [url for url in planned if url in known and not known[url][1]]
         seen = ", ".join("%s %s" % (kind, url) for url, (kind, dummy) in sorted(known.items())) or "no worker"
-        if missing:
+        loading = [n for n in self.engines if self._loading(n)]
+        if (missing or sick) and loading:
+            self._add("router.workers", V.INCONCLUSIVE, "waiting", "%s still loading; known: %s" % (" and ".join(loading), seen), hint)
+        elif missing:
             self._fail("router.workers", "router_worker_missing", "missing %s; known: %s" % (", ".join(missing), seen), hint)
         elif extra:
             self._fail("router.workers", "router_worker_extra", "not planned: %s" % ", ".join(extra),
@@ -465,7 +485,7 @@ class Topology:
             return
         new = self.counters(name)
         if "error" in new or not new:
-            self._fail(identity, "counters_unreadable", "/metrics: %s" % new.get("error", "no counter of SGLang in it"), "--enable-metrics on %s" % unit)
+            self._unreadable(identity, name, "counters_unreadable", "/metrics: %s" % new.get("error", "no counter of SGLang in it"), "--enable-metrics on %s" % unit)
             return
         moved = dict((key, new[key] - old.get(key, 0.0)) for key in new)
         seen = ", ".join("%s +%d" % (key, moved[key]) for key in COUNTERS if key in moved) + " for %d answers" % requests
@@ -481,7 +501,7 @@ class Topology:
         identity, unit = "server.%s" % name, self.unit(name)
         info, reason = self._info(name)
         if info is None:
-            self._fail(identity, "server_info_unreadable", "/server_info: %s" % reason, "journalctl -u %s" % unit)
+            self._unreadable(identity, name, "server_info_unreadable", "/server_info: %s" % reason, "journalctl -u %s" % unit)
             return
         expect = dict(self.instances[name].get("expect") or {})
         for flag, key in (("--attention-backend", "attention_backend"), ("--moe-runner-backend", "moe_runner_backend")):
@@ -514,7 +534,7 @@ class Topology:
             first = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
             tokens = (first.get("memory_usage") or {}).get("token_capacity")
         if not isinstance(tokens, int):
-            self._fail(identity, "kv_unreadable", reason or "no max_total_num_tokens in /server_info", "journalctl -u %s (max_total_num_tokens)" % self.unit(name))
+            self._unreadable(identity, name, "kv_unreadable", reason or "no max_total_num_tokens in /server_info", "journalctl -u %s (max_total_num_tokens)" % self.unit(name))
         elif tokens < self.min_kv:
             self._fail(identity, "kv_too_small", "%d tokens, at least %d are wanted" % (tokens, self.min_kv),
                        "--mem-fraction-static on %s; other users of its GPUs" % self.unit(name))
@@ -525,6 +545,8 @@ class Topology:
     def _check_kernels(self, name):
         """What the plugin says it applied, against the plan's list."""
         identity, unit = "kernels.%s" % name, self.unit(name)
+        if self._still_loading(identity, name):
+            return
         wanted = sorted(self.instances[name].get("kernels") or [])
         lines = self.host.journal(unit, self._state(name).get("InvocationID"))
         applied = applied_kernels(lines or [])
@@ -548,6 +570,8 @@ class Topology:
     def _check_gpus(self, name):
         """The processes on the planned GPUs are the unit's, and the unit's are on no other."""
         identity, unit = "gpus.%s" % name, self.unit(name)
+        if self._still_loading(identity, name):
+            return
         planned, missing = self._planned_gpus(name)
         if planned is None:
             self._add(identity, V.SKIPPED, "gpus_unreadable", missing)
@@ -584,6 +608,8 @@ class Topology:
 
     def _check_gpu_memory(self, name):
         identity = "gpu_memory.%s" % name
+        if self._still_loading(identity, name):
+            return
         planned, missing = self._planned_gpus(name)
         used = [g.get("memory_used_mib") for g in planned or []]
         if not used or any(not isinstance(value, (int, float)) for value in used):
@@ -597,6 +623,8 @@ class Topology:
 
     def _check_numa(self, name):
         identity, unit = "numa.%s" % name, self.unit(name)
+        if self._still_loading(identity, name):
+            return
         node = self.instances[name].get("numa_node", -1)
         if not isinstance(node, int) or node < 0:
             self._pass(identity, "no binding planned")
@@ -677,7 +705,7 @@ class Topology:
                 else:
                     seen.append(one["port"])
             for rule in planned:
-                if rule["what"] in REQUIRED_LISTENERS and members and not any(_in_range(s["port"], rule) for s in mine):
+                if rule["what"] in REQUIRED_LISTENERS and members and not self._loading(name) and not any(_in_range(s["port"], rule) for s in mine):
                     taken = any(_in_range(s["port"], rule) for s in everything)
                     faults.append(("port_of_a_stranger" if taken else "listener_missing", "%s: nobody of its processes has port %s (%s)%s" % (
                         name, rule["port"], rule["what"], ", another process has it" if taken else "")))

@@ -87,8 +87,18 @@ def table(checks, title, width=118):
     room = max(30, width - column - 30)
     lines = [title, "-" * width, "%-7s %-*s %9s %9s  %s" % ("", column, "check", "time", "ttft", "what was seen")]
     said = None
+    alike = {}
+    for check in ranked:
+        if check["status"] == "skipped":
+            alike.setdefault((check["reason"], check.get("evidence")), []).append(check)
     for check in ranked:
         seen = check.get("evidence") or ""
+        same = alike.get((check["reason"], check.get("evidence")), []) if check["status"] == "skipped" else []
+        if len(same) > 4:
+            if check is same[0]:
+                lines.append("%-7s %s" % (WORD["skipped"], textwrap.shorten("%d checks, %s to %s; %s: %s" % (
+                    len(same), same[0]["id"], same[-1]["id"], check["reason"], seen), width - 8, placeholder=" ...")))
+            continue
         if check["status"] != "pass":
             seen = "%s: %s" % (check["reason"], seen) if seen else check["reason"]
         if check.get("attempts", 0) > 1 and check["status"] == "pass":

@@ -130,6 +130,24 @@ def test_a_collapsed_pair_is_named_even_when_every_probe_passes():
     assert checks["unit.single"]["reason"] == "unit_active"
 
 
+def test_a_host_that_is_still_loading_is_not_failed():
+    """PD-03 seen from the host: decode is up, prefill loads, the router lacks it."""
+    def loading(host):
+        host.state["prefill"].update(ActiveState="activating", SubState="start-post")
+        host.kill_schedulers("prefill")
+        host.health["prefill"] = 503
+        host.infos.pop("prefill")
+        host.counters.pop("prefill")
+        host.logs["prefill"] = []
+        host.workers.pop(0)
+        host.listening[:] = [s for s in host.listening if s["port"] not in (30000, 8998)]
+
+    checks = run(loading)
+    assert [c for c in checks.values() if c["status"] == "fail"] == []
+    assert checks["unit.prefill"]["reason"] == checks["router.workers"]["reason"] == "waiting"
+    assert checks["health.decode"]["status"] == "pass"
+
+
 def test_single_mode_wants_the_trio_off():
     checks = run(lambda h: h.state["router"].update(ActiveState="active"), mode="single")
     assert (checks["mode"]["reason"], checks["unit.router"]["reason"]) == ("pair_still_active", "unit_active")

@@ -92,6 +92,12 @@ def test_nothing_run_is_one_line():
     assert report.table(found, "title").splitlines() == ["title", "60 checks skipped: no request is sent in check mode"]
 
 
+def test_many_that_were_skipped_for_one_reason_share_a_line():
+    found = checks(*[Check("p%d" % n, "skipped", "not_started", "waiting", group="probes") for n in range(9)])
+    text = report.table(found, "title")
+    assert "9 checks, p0 to p8; not_started: waiting" in text and text.count("not_started") == 1
+
+
 def test_junit_counts_what_it_holds():
     found = checks()
     root = ElementTree.fromstring(report.junit(found, outcome(found)))
