@@ -58,6 +58,8 @@ class RecordedHost(System):
             (path / name).write_text(value + "\n", encoding="utf-8")
         bus = self.folder / "sys/bus/pci/devices"
         bus.mkdir(parents=True, exist_ok=True)
+        if (bus / bus_id).is_symlink():
+            return self
         (bus / bus_id).symlink_to(os.path.relpath(path, bus))
         if driver:
             home = self.folder / "sys/bus/pci/drivers" / driver
