@@ -1,0 +1,457 @@
+# Copyright: the blackwell.dsv4 authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The unit files of sglang_dsv4, rendered for the shipped inventories, and the cases that they answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jinja2
+import pytest
+import yaml
+
+from ansible_collections.blackwell.dsv4.plugins.filter.systemd_word import systemd_word
+from ansible_collections.blackwell.dsv4.plugins.module_utils import journal_classifier, serving_state
+from ansible_collections.blackwell.dsv4.plugins.module_utils import serving_plan as sp
+from ansible_collections.blackwell.dsv4.plugins.modules import serving_units
+
+ROOT = Path(__file__).resolve().parents[3]
+ROLE = ROOT / "roles" / "sglang_dsv4"
+LIBEXEC = ROLE / "files" / "libexec"
+GPU_UNITS = ("prefill", "decode", "single")
+
+
+def program(name):
+    """A helper program of the units, imported."""
+    for part, path in (("journal_classifier", "journal_classifier"), ("serving_state", "serving_state")):
+        sys.modules.setdefault(part, {"journal_classifier": journal_classifier, "serving_state": serving_state}[path])
+    specification = importlib.util.spec_from_file_location("libexec_%s" % name, LIBEXEC / ("%s.py" % name))
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def gpus(nodes=(0, 0, 0, 0, 1, 1, 1, 1)):
+    return [{"index": index, "uuid": "GPU-00000000-0000-4000-8000-%012d" % index, "numa_node": node}
+            for index, node in enumerate(nodes)]
+
+
+def topology(**instances):
+    text = (ROOT / "inventory/blackwell8/group_vars/all/topology.yml").read_text(encoding="utf-8")
+    wanted = yaml.safe_load(text)["dsv4_topology"]
+    for name, changes in instances.items():
+        wanted["instances"][name].update(changes)
+    return wanted
+
+
+def plan(wanted=None, **options):
+    options.setdefault("gpus", gpus())
+    options.setdefault("cache_key", "0123456789ab")
+    options.setdefault("router_launcher", "@RELEASE@/libexec/router_launcher.py")
+    return sp.serving_plan(wanted or topology(), engine="@RELEASE@/engine", router="@RELEASE@/router",
+                           model_path="@RELEASE@/model", **options)
+
+
+def unit(name, result=None, **options):
+    """{directive: [values]} of a rendered unit, and its text."""
+    result = result or plan(**options)
+    instance = result["instances"][name]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ROLE / "templates"), trim_blocks=True, keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined)
+    environment.filters["blackwell.dsv4.systemd_word"] = systemd_word
+    environment.filters["regex_replace"] = lambda text, pattern, new: re.sub(pattern, new, text, count=1)
+    defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
+    variables = yaml.safe_load((ROLE / "vars/main.yml").read_text(encoding="utf-8"))
+    defaults.update(sglang_dsv4_user="dsv4", sglang_dsv4_group="dsv4", sglang_dsv4_config_dir="/etc/dsv4",
+                    sglang_dsv4_nvml_path="/opt/dsv4/tools/lib/python3*/site-packages")
+    text = environment.get_template(
+        "router.service.j2" if instance["mode"] == "router" else "worker.service.j2").render(
+        defaults, plan=result, instance=instance, __sglang_dsv4_words=variables["__sglang_dsv4_words"],
+        __sglang_dsv4_ports=[item["port"] for item in instance["listeners"] if item["what"] != "kv transfer"],
+        __sglang_dsv4_workers=["sglang-dsv4-prefill", "sglang-dsv4-decode"],
+        __sglang_dsv4_cache_directory=instance["environment"]["HOME"].replace("/var/cache/", ""))
+    directives = {}
+    for line in re.sub(r" \\\n\s*", " ", text).splitlines():
+        if "=" in line and not line.startswith("#"):
+            key, unused, value = line.partition("=")
+            directives.setdefault(key, []).append(value)
+    return directives, text
+
+
+def environment_of(directives):
+    return dict(value.strip('"').partition("=")[::2] for value in directives["Environment"])
+
+
+def errors(result):
+    return [finding for finding in result["findings"] if finding["severity"] == "error"]
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "single", "router"])
+@pytest.mark.parametrize("api_key", [False, True], ids=["open", "key"])
+def test_units_are_what_systemd_reads(name, api_key, tmp_path):
+    directives, text = unit(name, api_key=api_key)
+    assert directives["Type"] == ["exec"] and directives["Restart"] == ["always"]
+    assert directives["WorkingDirectory"] == ["@RELEASE@/run"]
+    assert not re.search(r"\{\{|\}\}|\{%|None|True|False", text)
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze here")
+    path = tmp_path / ("%s.service" % name)
+    real = text.replace("@RELEASE@", str(tmp_path))
+    for binary in ("engine/bin/python", "router/bin/python"):
+        place = tmp_path / binary
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("#!/bin/sh\n")
+        place.chmod(0o755)
+    path.write_text(real)
+    result = subprocess.run(["systemd-analyze", "verify", "--man=no", str(path)], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, check=False)
+    ours = [line for line in result.stdout.splitlines() if str(path) in line and "LogFilterPatterns" not in line]
+    assert ours == []
+
+
+def test_words_reach_the_program_as_they_are():
+    wanted = topology(decode={"environment": {"ODD": 'a "b" 50% $HOME \\'}, "extra_args": ["--x", '{"a": "$b 5%"}']})
+    directives, unused = unit("decode", plan(wanted))
+    assert '"ODD=a \\"b\\" 50%% $HOME \\\\"' in directives["Environment"]
+    assert directives["ExecStart"][0].endswith('--x "{\\"a\\": \\"$$b 5%%\\"}"')
+    with pytest.raises(Exception, match="line break"):
+        systemd_word("a\nb")
+
+
+def test_only_workers_are_cut_off_from_the_network():
+    for name in ("prefill", "decode"):
+        directives, unused = unit(name)
+        assert directives["IPAddressDeny"] == ["any"] and directives["IPAddressAllow"] == ["localhost"]
+    for name in ("router", "single"):
+        assert "IPAddressDeny" not in unit(name)[0]
+
+
+def test_no_key_is_ever_an_argument_or_an_environment():
+    for name in ("prefill", "decode", "single", "router"):
+        directives, text = unit(name, api_key=True)
+        assert "--api-key" not in text
+        assert directives["LoadCredential"][0].startswith(("worker.yaml:", "router-api-key:"))
+    workers, unused = unit("decode", api_key=True)
+    assert workers["LogFilterPatterns"] == ["~api_key"]
+    assert "--config /run/credentials/sglang-dsv4-decode.service/worker.yaml" in workers["ExecStart"][0]
+    assert "--config" not in unit("decode", api_key=True, worker_keys=False)[1]
+
+
+def test_the_router_outlives_its_workers():
+    directives, unused = unit("router")
+    assert "sglang-dsv4-prefill.service" in directives["After"][0]
+    assert "sglang-dsv4-prefill.service" in directives["Wants"][0]
+    assert not {"Requires", "BindsTo", "PartOf", "Requisite"} & set(directives)
+    assert "ExecStartPost" not in directives
+
+
+# --- cases -----------------------------------------------------------------------------------------------
+
+
+def case_fab_06():
+    result = plan(p2p="disabled")
+    for name in GPU_UNITS:
+        environment = result["instances"][name]["environment"]
+        assert environment["NCCL_P2P_DISABLE"] == "1"
+        assert environment["SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"] == "0"
+        assert "--disable-custom-all-reduce" in result["instances"][name]["argv"]
+    by_hand = plan(topology(decode={"environment": {"NCCL_P2P_DISABLE": "1"}}))
+    assert "P2P disabled for NCCL but custom all-reduce still on" in errors(by_hand)[0]["what"]
+    answer = journal_classifier.classify(
+        ["Load weight end.", "Capture cuda graph begin", "start operation timed out"], result="timeout")
+    assert answer["class"] == "start_timeout" and "CUDA graph capture" in answer["what"]
+
+
+def case_fab_07():
+    for facts in (gpus(), []):
+        for name in GPU_UNITS:
+            environment = environment_of(unit(name, gpus=facts)[0])
+            assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    decode = environment_of(unit("decode")[0])
+    assert decode["CUDA_VISIBLE_DEVICES"] == ",".join(gpu["uuid"] for gpu in gpus()[4:])
+
+
+def case_fab_12():
+    for name in GPU_UNITS:
+        directives, text = unit(name)
+        assert "AllowedMemoryNodes" not in directives and "AllowedCPUs" not in directives
+        assert all(value.startswith("~") and "set_mempolicy" not in value and "@resources" not in value
+                   for value in directives["SystemCallFilter"])
+    decode, unused = unit("decode")
+    assert (decode["NUMAPolicy"], decode["NUMAMask"], decode["CPUAffinity"]) == (["bind"], ["1"], ["numa"])
+    single, text = unit("single")
+    assert not {"NUMAPolicy", "NUMAMask", "CPUAffinity"} & set(single) and "--numa-node" not in text
+    assert environment_of(single)["SGLANG_AUTO_NUMA_BIND"] == "0"
+    crossed = plan(topology(decode={"numa_node": 0}))
+    assert errors(crossed)[0]["id"] == "numa.mismatch" and "node 1" in errors(crossed)[0]["what"]
+    answer = journal_classifier.classify(["setting membind: Invalid argument", "exit code 1"])
+    assert answer["what"] == "NUMA binding refused by cpuset/seccomp"
+
+
+def case_krn_02():
+    wanted = topology(prefill={"extra_args": ["--moe-runner-backend", "deep_gemm_mega_moe"]})
+    found = errors(plan(wanted, compute_capability="12.0"))
+    assert "option needs compute capability 10.x; host is 12.0" in found[0]["what"]
+    assert not errors(plan(wanted, compute_capability="10.0"))
+    fp4 = topology(decode={"extra_args": ["--enable-deepseek-v4-fp4-indexer"]})
+    assert errors(plan(fp4))[0]["id"] == "extra.capability"
+    table = json.loads((ROOT / "files/sglang_flags.json").read_text(encoding="utf-8"))["flags"]
+    unknown = plan(topology(decode={"extra_args": ["--brand-new-option", "7"]}), flag_table=table)
+    assert not errors(unknown)
+    assert [finding["id"] for finding in unknown["findings"]] == ["extra.unknown"]
+
+
+def case_pd_01():
+    twice = plan(topology(decode={"bootstrap_port": 8998}))
+    assert errors(twice)[0]["what"] == "bootstrap port 8998 used by prefill and decode"
+    unset = topology()
+    del unset["instances"]["prefill"]["bootstrap_port"]
+    assert errors(plan(unset))[0]["variable"] == "dsv4_topology.instances.prefill.bootstrap_port"
+    # A stranger on the port is named with pid and unit; our own unit is none.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        holders = serving_state.port_holders([{"port": port, "what": "bootstrap", "instance": "prefill"}])
+        assert len(holders) == 1 and holders[0]["own"] is False
+        sentence = serving_state.stranger_sentence(holders[0])
+        assert "pid %d" % holders[0]["pid"] in sentence and "unit" in sentence and str(port) in sentence
+        own = serving_state.port_holders([{"port": port}], [holders[0]["unit"].replace(".service", "")])
+        assert own[0]["own"] is holders[0]["unit"].endswith(".service")
+
+
+def case_pd_02():
+    for name in GPU_UNITS:
+        port = int(re.search(r"--nccl-port (\d+)", unit(name)[1]).group(1))
+        assert port < 32768
+    found = errors(plan(topology(decode={"nccl_port": 35061})))
+    assert found[0]["what"] == "35061 lies in 32768-60999"
+
+
+def case_pd_04():
+    found = errors(plan(start_timeout=1800, router_startup_timeout=300))
+    assert found[0]["variable"] == "sglang_dsv4_router_startup_timeout" and "1800" in found[0]["what"]
+    argv = plan(start_timeout=1800)["instances"]["router"]["argv"]
+    assert int(argv[argv.index("--worker-startup-timeout-secs") + 1]) >= 1800
+    # While workers load the router is not started at all, and its restarts are no failure of theirs.
+    assert "After" in unit("router")[0]
+
+
+def case_pd_05():
+    for name in GPU_UNITS:
+        assert environment_of(unit(name)[0])["SGLANG_HOST_IP"] == "127.0.0.1"
+    # A socket that accepts and never answers ends the look after its own limit.
+    readiness = program("readiness")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        accepted = []
+        threading.Thread(target=lambda: accepted.append(listener.accept()), daemon=True).start()
+        ready, seen = readiness.look("http://127.0.0.1:%d/health" % listener.getsockname()[1], 0.3)
+        assert not ready and "timed out" in seen
+
+
+def case_pd_16():
+    eight = errors(plan(topology(decode={"environment": {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
+                                         "extra_args": ["--tp", "8"]})))
+    assert {finding["id"] for finding in eight} == {"extra.owned", "environment.gpus"}
+    assert any("--tp 8" in finding["what"] and "4, 5, 6, 7" in finding["what"] for finding in eight)
+    base = errors(plan(topology(decode={"extra_args": ["--base-gpu-id", "4", "--tp-size=4"]})))
+    assert len(base) == 2 and "--base-gpu-id 4" in base[0]["what"]
+    for name in GPU_UNITS:
+        instance = plan()["instances"][name]
+        visible = instance["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert len(visible) == int(instance["argv"][instance["argv"].index("--tp-size") + 1])
+        assert "--base-gpu-id" not in instance["argv"]
+
+
+def case_svc_01():
+    for name in GPU_UNITS:
+        directives, unused = unit(name, start_timeout=1800)
+        assert directives["TimeoutStartSec"] == ["1800"]
+        assert "--limit 1790" in directives["ExecStartPost"][0]
+    assert errors(plan(start_timeout=90))[0]["variable"] == "sglang_dsv4_start_timeout"
+    cutover = (ROLE / "tasks/cutover.yml").read_text(encoding="utf-8")
+    assert "sglang_dsv4_start_timeout | int + sglang_dsv4_gpu_wait | int + 60" in cutover
+
+
+def case_svc_02():
+    for name in GPU_UNITS:
+        directives, unused = unit(name)
+        assert directives["KillMode"] == ["control-group"] and int(directives["TimeoutStopSec"][0]) > 90
+        assert directives["ExecStartPre"][0].startswith("+/usr/bin/python3 -B @RELEASE@/libexec/prestart.py")
+    prestart = program("prestart")
+    wanted = [gpu["uuid"] for gpu in gpus()[4:]]
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        lines = prestart.users_of(wanted, {wanted[0]: [child.pid]}, "sglang-dsv4-decode")
+        assert len(lines) == 1
+        assert "pid %d" % child.pid in lines[0] and wanted[0] in lines[0] and "cgroup" in lines[0]
+        assert prestart.users_of(wanted, {gpus()[0]["uuid"]: [child.pid]}, "sglang-dsv4-decode") == []
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+
+
+def case_svc_04():
+    for name in GPU_UNITS:
+        directives, unused = unit(name)
+        interval, burst = int(directives["StartLimitIntervalSec"][0]), int(directives["StartLimitBurst"][0])
+        each = int(directives["TimeoutStartSec"][0]) + int(directives["RestartSec"][0])
+        assert interval > burst * each and interval > 2745
+    facts = {"failed": False, "sub_state": "start", "active_state": "activating", "restarts": 1}
+    assert serving_state.verdict(facts, 0, 0) == "failed"
+    assert serving_state.verdict(dict(facts, restarts=0), 0, 0) == "waiting"
+
+
+def case_svc_05():
+    units = {name: {"present": True, "enabled": False, "need_reload": False, "failed": failed, "active_state": state}
+             for name, failed, state in (("a", True, "failed"), ("b", False, "inactive"), ("c", False, "active"))}
+    units["gone"] = {"present": False, "enabled": False, "need_reload": False, "failed": False,
+                     "active_state": "inactive"}
+    given = {"stopped": ["gone"], "disabled": [], "enabled": [], "started": ["a", "b", "c"], "reload": False}
+    calls = [arguments for arguments, unused in serving_units.steps_for(given, units)]
+    assert calls == [["reset-failed", "a.service"], ["reset-failed", "b.service"],
+                     ["start", "--no-block", "a.service", "b.service"]]
+    words = [said for unused, said in serving_units.steps_for(given, units) if said]
+    assert words[0] == "reset-failed a" and words[-1] == "start a b"
+
+
+def case_svc_06():
+    prestart = program("prestart")
+
+    class Driver:
+        looks = 0
+
+        def read(self):
+            self.looks += 1
+            return ({"GPU-a": []}, "") if self.looks > 3 else ({}, "Driver Not Loaded")
+
+    time = [0.0]
+
+    def sleep(seconds):
+        time[0] += seconds
+
+    driver = Driver()
+    argv = ["--unit", "x", "--gpus", "GPU-a", "--wait", "60"]
+    assert prestart.main(argv, driver, sleep, lambda: time[0]) == 0
+    assert driver.looks == 4 and time[0] == 3.0
+    never = Driver()
+    never.read = lambda: ({}, "Driver Not Loaded")
+    time[0] = 0.0
+    assert prestart.main(argv, never, sleep, lambda: time[0]) == 1
+    assert 60 <= time[0] <= 62
+    assert "--node /dev/nvidia-uvm" in unit("decode")[0]["ExecStartPre"][0]
+
+
+def case_svc_08():
+    for name in GPU_UNITS:
+        directives, unused = unit(name)
+        assert directives["LimitMEMLOCK"] == ["infinity"] and directives["LimitNOFILE"] == ["1048576"]
+
+
+def case_svc_10():
+    homes = {}
+    for name in GPU_UNITS:
+        directives, unused = unit(name)
+        environment = environment_of(directives)
+        homes[name] = environment["HOME"]
+        assert directives["CacheDirectory"] == ["dsv4/%s/0123456789ab" % name]
+        for key in sp.cache_environment(""):
+            assert environment[key].startswith("/var/cache/dsv4/%s/" % name), key
+    assert len(set(homes.values())) == 3
+    other = environment_of(unit("decode", cache_key="ba9876543210")[0])
+    assert other["HOME"] != homes["decode"]
+
+
+CASES = {name[5:].upper().replace("_", "-"): function for name, function in sorted(globals().items())
+         if name.startswith("case_")}
+
+
+@pytest.mark.parametrize("case", [pytest.param(function, id=name) for name, function in CASES.items()])
+def test_case(case):
+    case()
+
+
+# --- the units' helper programs --------------------------------------------------------------------------
+
+
+def test_readiness_waits_and_gives_up():
+    readiness = program("readiness")
+    clock, answers, said = [0.0], iter([(False, "HTTP 503")] * 70 + [(True, "HTTP 200")]), []
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    arguments = dict(interval=1.0, timeout=5, say=said.append, clock=lambda: clock[0], sleep=sleep)
+    assert readiness.wait("u", 100, once=lambda url, timeout: next(answers), **arguments) == 0
+    assert any("waiting" in line and "503" in line for line in said) and said[-1].startswith("ready after 70 s")
+    clock[0] = 0.0
+    assert readiness.wait("u", 100, once=lambda url, timeout: (False, "refused"), **arguments) == 1
+    assert said[-1] == "not ready after 100 s: u (refused)"
+
+
+@pytest.mark.parametrize("lines,result,stops", [
+    (["no kernel image is available for execution on the device"], "exit-code", True),
+    (["address already in use"], "exit-code", False),
+    (["Load weight begin"], "timeout", False),
+    (["whatever"], "success", False),
+])
+def test_stop_post_ends_the_restarts_of_a_permanent_failure(tmp_path, lines, result, stops):
+    stop_post = program("stop_post")
+    calls = []
+    code = stop_post.main(["--unit", "u", "--folder", str(tmp_path / "f")], {"SERVICE_RESULT": result},
+                          lambda *unused: lines, calls.append)
+    assert code == 0
+    assert calls == ([["systemctl", "stop", "--no-block", "u.service"]] if stops else [])
+    written = tmp_path / "f" / "u.json"
+    assert written.exists() is (result != "success")
+    if written.exists():
+        assert json.loads(written.read_text())["tail"] == lines
+
+
+@pytest.mark.parametrize("kind,module", [("sglang-router", "sglang_router.launch_router"), ("smg", "smg.launch_router")])
+def test_launcher_puts_the_key_into_the_arguments_only(tmp_path, kind, module):
+    launcher = program("router_launcher")
+    (tmp_path / "router-api-key").write_text("s3cret\n")
+    seen = {}
+
+    class Package:
+        @staticmethod
+        def parse_router_args(words):
+            seen["words"] = words
+            return type("Arguments", (), {"api_key": None})()
+
+        @staticmethod
+        def launch_router(arguments):
+            seen["key"] = arguments.api_key
+
+    def load(name):
+        assert name == module
+        return Package
+
+    environment = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    assert launcher.main([kind, "--port", "1"], environment, load) == 0
+    assert seen == {"words": ["--port", "1"], "key": "s3cret"}
+    assert "s3cret" not in " ".join(environment.values())
+    assert launcher.main([kind, "--port", "1"], {}, load) == 0 and seen["key"] is None
+    assert launcher.main([kind, "--api-key", "x"], environment, load) == 2
+    assert launcher.main(["nginx"], environment, load) == 2
+
+
+def test_addresses_of_proc_net():
+    decode = serving_state.decode_address
+    assert decode("0100007F") == "127.0.0.1" and decode("00000000") == "0.0.0.0"
+    assert decode("0" * 32) == "::" and decode("00000000000000000000000001000000") == "::1"
+    assert decode("0000000000000000FFFF00000100007F") == "127.0.0.1"
