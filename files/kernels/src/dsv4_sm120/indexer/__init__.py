@@ -17,8 +17,6 @@ PAGE = 64
 PAGE_BYTES = PAGE * (DIM + 4)
 MAX_REQUESTS = 2048
 MAX_NEXT = 8
-# tokens that one maximum stands for, log2: the indexer's tile
-GRANULE_BITS = 4
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_longlong
 _INT = ctypes.c_int
@@ -85,7 +83,7 @@ def launch(
     next_n: int = 1,
     skip: int = 0,
 ) -> None:
-    """Launches without checking. maxima: int32 [rows, topk.maxima_stride(width, 4)] to fill for top-k, or None; skip:
+    """Launches without checking. maxima: fp32 [rows, topk.maxima_stride(width)] to fill for top-k, or None; skip:
     rows of at most so many tokens get no scores."""
     from .. import _torch
 
@@ -151,10 +149,7 @@ def fused_refusal(
 ) -> str | None:
     """Returns why the pair cannot be fused for these arguments, or None when it can."""
     reason = refusal(q, kv_cache, weights, seq_lens, page_table, logits.shape[1], next_n)
-    reason = reason or topk.refusal(logits, seq_lens, page_table, out_page_indices, page_size, out_raw_indices)
-    if not reason and topk.granule_bits(out_page_indices.shape[1], logits.shape[1]) != GRANULE_BITS:
-        reason = f"k {out_page_indices.shape[1]} over width {logits.shape[1]} needs other granules than the indexer's"
-    return reason
+    return reason or topk.refusal(logits, seq_lens, page_table, out_page_indices, page_size, out_raw_indices)
 
 
 def fused_launch(
@@ -172,10 +167,8 @@ def fused_launch(
     """Indexer and top-k as one operation, unchecked: logits is workspace. The indexer leaves each tile's maximum
     behind, so top-k reads a sixteenth of the scores first; rows of at most k tokens get no scores at all."""
     maxima = None
-    if logits.shape[1] > topk.REGISTER_WIDTH:
-        maxima = logits.new_empty(
-            (logits.shape[0], topk.maxima_stride(logits.shape[1], GRANULE_BITS)), dtype=seq_lens.dtype
-        )
+    if logits.shape[1] > topk.HELD_WIDTH:
+        maxima = logits.new_empty((logits.shape[0], topk.maxima_stride(logits.shape[1])))
     k = out_page_indices.shape[1]
     launch(q, kv_cache, weights, seq_lens, page_table, logits, maxima, next_n, k)
     topk.launch(logits, seq_lens, page_table, out_page_indices, page_size, out_raw_indices, maxima)

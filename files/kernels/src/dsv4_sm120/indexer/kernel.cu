@@ -11,7 +11,6 @@
 // tiles in neighbouring warps, so K comes from device memory once.
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "abi.cuh"
@@ -35,7 +34,7 @@ constexpr int kMaxNext = 8;
 struct Stage {
   uint4 k[4][32];       // [16-byte piece][lane]
   float scale[kTile];
-  int row, token, length, unused;
+  int row, token, length, unused;  // read and written as one
 };
 
 struct Smem {
@@ -52,7 +51,7 @@ struct IndexerParams {
   const int* lengths;       // [rows]
   const int* page_table;    // [rows, *]; rows of one request have the same
   float* logits;            // [rows, *]
-  uint32_t* maxima;         // per tile of 16, keys of select.cuh; null when not wanted
+  float* maxima;            // per tile of 16; null when not wanted
   long long page_pitch, weight_stride, table_stride, logit_stride, maxima_stride, q_stride;
   int requests, next_n, skip;  // rows of at most `skip` tokens are left alone
 };
@@ -96,20 +95,17 @@ struct Query {
   uint32_t low[kHeads / 8][8], high[kHeads / 8][8];
 };
 
-__device__ __forceinline__ uint32_t unpack(uint32_t two_fp8) {
-  uint32_t halves;
-  asm("{.reg .b16 pair; mov.b16 pair, %1; cvt.rn.f16x2.e4m3x2 %0, pair;}"
-      : "=r"(halves)
-      : "h"(static_cast<uint16_t>(two_fp8)));
-  return halves;
+__device__ __forceinline__ void unpack(uint32_t four_fp8, uint32_t& low, uint32_t& high) {
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+      : "=r"(low), "=r"(high)
+      : "r"(four_fp8));
 }
 
 __device__ __forceinline__ void store_query(Query& query, int n, const uint4& low, const uint4& high) {
   const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    query.low[n][i] = unpack(words[i] & 0xffffu);
-    query.high[n][i] = unpack(words[i] >> 16);
+    unpack(words[i], query.low[n][i], query.high[n][i]);
   }
 }
 
@@ -117,8 +113,9 @@ __device__ __forceinline__ void multiply(float (&acc)[kHeads / 8][4], const Quer
                                          const uint32_t (&bottom)[8]) {
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    const uint32_t a0 = unpack(top[step] & 0xffffu), a1 = unpack(bottom[step] & 0xffffu);
-    const uint32_t a2 = unpack(top[step] >> 16), a3 = unpack(bottom[step] >> 16);
+    uint32_t a0, a1, a2, a3;
+    unpack(top[step], a0, a2);
+    unpack(bottom[step], a1, a3);
 #pragma unroll
     for (int n = 0; n < kHeads / 8; ++n) {
       asm volatile(
@@ -133,6 +130,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kHeads / 8][4], const Quer
 // Tiles of one request: of its longest row that is scored at all.
 __device__ __forceinline__ int request_tiles(const IndexerParams& p, int request) {
   int longest = 0;
+#pragma unroll 1
   for (int i = 0; i < p.next_n; ++i) longest = max(longest, __ldg(p.lengths + request * p.next_n + i));
   return longest > max(p.skip, 0) ? (longest + kTile - 1) / kTile : 0;
 }
@@ -143,12 +141,14 @@ __device__ __forceinline__ int count_tiles(const IndexerParams& p, Smem& smem) {
   const int each = (p.requests + kThreads - 1) / kThreads;
   const int begin = threadIdx.x * each;
   uint32_t sum = 0;
+#pragma unroll 1
   for (int i = begin; i < min(begin + each, p.requests); ++i) sum += request_tiles(p, i);
   const uint32_t inclusive = warp_inclusive_sum(sum);
   if (lane == 31) smem.warp_sums[warp] = inclusive;
   __syncthreads();
   const uint32_t totals = warp_inclusive_sum(lane < kWarps ? smem.warp_sums[lane] : 0);
   uint32_t running = (warp ? __shfl_sync(0xffffffffu, totals, warp - 1) : 0) + inclusive - sum;
+#pragma unroll 1
   for (int i = begin; i < min(begin + each, p.requests); ++i) {
     smem.first_tile[i] = running;
     running += request_tiles(p, i);
@@ -161,12 +161,11 @@ __device__ __forceinline__ int count_tiles(const IndexerParams& p, Smem& smem) {
 
 // Where a tile lies; found by each lane for its own tile of the next 32.
 struct Place {
-  const uint8_t* page;  // null: nothing to load, length is 0
-  int row, token, length;
+  int page, row, token, length;  // length 0: nothing to load
 };
 
-__device__ __forceinline__ Place find_tile(const IndexerParams& p, const Smem& smem, int tile, int end, int member) {
-  if (tile >= end) return {nullptr, 0, 0, 0};
+__device__ __noinline__ Place find_tile(const IndexerParams& p, const Smem& smem, int tile, int end, int member) {
+  if (tile >= end) return {0, 0, 0, 0};
   int low = 0, high = p.requests;  // first_tile[low] <= tile < first_tile[high]
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -177,9 +176,12 @@ __device__ __forceinline__ Place find_tile(const IndexerParams& p, const Smem& s
   const int in_row = tile - smem.first_tile[low];
   const int length = __ldg(p.lengths + row);
   // the request's other rows may be longer; past its length a row's table entries are padding
-  if (length <= p.skip || in_row * kTile >= length) return {nullptr, row, in_row * kTile, 0};
-  const int page = __ldg(p.page_table + row * p.table_stride + in_row / kTilesPerPage);
-  return {p.pages + page * p.page_pitch, row, in_row * kTile, length};
+  if (length <= p.skip || in_row * kTile >= length) return {0, row, in_row * kTile, 0};
+  return {__ldg(p.page_table + row * p.table_stride + in_row / kTilesPerPage), row, in_row * kTile, length};
+}
+
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_constant__ IndexerParams p) {
@@ -197,75 +199,74 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
   // few tiles: as many blocks as give each stream one
   const int blocks = min(static_cast<int>(gridDim.x), (tiles + streams - 1) / streams);
   if (static_cast<int>(blockIdx.x) >= blocks) return;
-  const int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / blocks);
-  const int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / blocks);
+  const int each = tiles / blocks, rest = tiles - each * blocks, block = blockIdx.x;
+  const int begin = block * each + min(block, rest), end = begin + each + (block < rest);
   const int count = (end - begin - stream + streams - 1) / streams;  // of this warp
+  if (count <= 0) return;
 
   Stage* ring = smem.ring[warp];
-  Place places = find_tile(p, smem, begin + stream + lane * streams, end, member);
-  Place next_places = find_tile(p, smem, begin + stream + (32 + lane) * streams, end, member);
-  const auto issue = [&](int i) {
-    if (i < count) {
-      const int from = i & 31;
-      const uint64_t page = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(places.page), from);
-      const int row = __shfl_sync(0xffffffffu, places.row, from), token = __shfl_sync(0xffffffffu, places.token, from);
+  Place places, next_places = find_tile(p, smem, begin + stream + lane * streams, end, member);
+  {
+    // the query travels beside the first keys
+    const int row = __shfl_sync(0xffffffffu, next_places.row, 0);
+    const uint8_t* q = p.q + row * p.q_stride;
+    prefetch(q + lane * 128);
+    prefetch(q + 4096 + lane * 128);
+    if (lane < 2) prefetch(p.weights + row * p.weight_stride + lane * 32);
+  }
+  Query query;
+  int query_row = -1;
+#pragma unroll 1
+  for (int i = 1 - kStages; i < count; ++i) {
+    // the slot that this fills was read one turn ago
+    const int filled = i + kStages - 1, from = filled & 31;
+    if (from == 0) {
+      places = next_places;
+      next_places = find_tile(p, smem, begin + stream + (filled + 32 + lane) * streams, end, member);
+    }
+    {
+      const int page = __shfl_sync(0xffffffffu, places.page, from), row = __shfl_sync(0xffffffffu, places.row, from);
+      const int token = __shfl_sync(0xffffffffu, places.token, from);
       const int length = __shfl_sync(0xffffffffu, places.length, from);
-      Stage& stage = ring[i % kStages];
-      if (page) {
-        const uint8_t* base = reinterpret_cast<const uint8_t*>(page);
-        const uint8_t* k = base + (token % kPage + group) * kDim + quad * 16;
+      Stage& stage = ring[filled % kStages];
+      if (length > 0 && filled < count) {
+        const uint8_t* base = p.pages + page * p.page_pitch + token % kPage * kDim;
+        const uint8_t* k = base + group * kDim + quad * 16;
         copy16(&stage.k[0][lane], k);
         copy16(&stage.k[1][lane], k + 64);
         copy16(&stage.k[2][lane], k + 8 * kDim);
         copy16(&stage.k[3][lane], k + 8 * kDim + 64);
-        if (lane < 4) copy16(&stage.scale[lane * 4], base + kScaleOffset + (token % kPage + lane * 4) * 4);
+        if (lane < 4) copy16(&stage.scale[lane * 4], base + kScaleOffset - token % kPage * (kDim - 4) + lane * 16);
       }
-      if (lane == 0) stage.row = row, stage.token = token, stage.length = length;
-      if (from == 31) {
-        places = next_places;
-        next_places = find_tile(p, smem, begin + stream + (i + 33 + lane) * streams, end, member);
-      }
+      if (lane == 0) *reinterpret_cast<int4*>(&stage.row) = make_int4(row, token, length, 0);
     }
     commit();
-  };
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) issue(i);
-
-  Query query;
-  int query_row = -1;
-  const auto load_query = [&](int row) {
-    const uint8_t* q = p.q + row * p.q_stride + group * kDim + quad * 16;
-#pragma unroll
-    for (int n = 0; n < kHeads / 8; ++n) {
-      const uint4 low = __ldg(reinterpret_cast<const uint4*>(q + n * 8 * kDim));
-      const uint4 high = __ldg(reinterpret_cast<const uint4*>(q + n * 8 * kDim + 64));
-      store_query(query, n, low, high);
-    }
-    __syncwarp();
-    const float* weights = p.weights + row * p.weight_stride;
-    smem.weights[warp][lane] = make_float2(__ldg(weights + 2 * lane), __ldg(weights + 2 * lane + 1));
-    query_row = row;
-  };
-  // the first row's query travels beside its first tiles
-  if (count > 0) load_query(__shfl_sync(0xffffffffu, places.row, 0));
-  for (int i = 0; i < count; ++i) {
-    // the slot that this fills was read one turn ago
-    issue(i + kStages - 1);
+    if (i < 0) continue;
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
     __syncwarp();
     const Stage& stage = ring[i % kStages];
-    const int row = stage.row, token = stage.token, length = stage.length;
-    uint32_t top[8], bottom[8];
-    {
+    const int4 place = *reinterpret_cast<const int4*>(&stage.row);
+    const int row = place.x, token = place.y, length = place.z;
+    if (length > 0 && row != query_row) {
+      const uint8_t* q = p.q + row * p.q_stride + group * kDim + quad * 16;
+#pragma unroll
+      for (int n = 0; n < kHeads / 8; ++n) {
+        const uint4 low = __ldg(reinterpret_cast<const uint4*>(q + n * 8 * kDim));
+        const uint4 high = __ldg(reinterpret_cast<const uint4*>(q + n * 8 * kDim + 64));
+        store_query(query, n, low, high);
+      }
+      const float* weights = p.weights + row * p.weight_stride;
+      smem.weights[warp][lane] = make_float2(__ldg(weights + 2 * lane), __ldg(weights + 2 * lane + 1));
+      query_row = row;
+      __syncwarp();
+    }
+    if (length > 0) {
+      uint32_t top[8], bottom[8];
       const uint4 a = stage.k[0][lane], b = stage.k[1][lane], c = stage.k[2][lane], d = stage.k[3][lane];
       top[0] = a.x, top[1] = a.y, top[2] = a.z, top[3] = a.w, top[4] = b.x, top[5] = b.y, top[6] = b.z, top[7] = b.w;
       bottom[0] = c.x, bottom[1] = c.y, bottom[2] = c.z, bottom[3] = c.w;
       bottom[4] = d.x, bottom[5] = d.y, bottom[6] = d.z, bottom[7] = d.w;
-    }
-    const float scale = quad == 0 ? stage.scale[group] : stage.scale[group + 8];
-    if (row != query_row && length > 0) load_query(row);
-    __syncwarp();
-    if (length > 0) {
+      const float scale = stage.scale[group + (quad & 1) * 8];
       float acc[kHeads / 8][4];
 #pragma unroll
       for (int n = 0; n < kHeads / 8; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
@@ -275,25 +276,24 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
       for (int n = 0; n < kHeads / 8; ++n) {
         const float2 weight = smem.weights[warp][n * 4 + quad];
         upper = fmaf(fmaxf(acc[n][0], 0.0f), weight.x, upper);
-        upper = fmaf(fmaxf(acc[n][1], 0.0f), weight.y, upper);
         lower = fmaf(fmaxf(acc[n][2], 0.0f), weight.x, lower);
+        upper = fmaf(fmaxf(acc[n][1], 0.0f), weight.y, upper);
         lower = fmaf(fmaxf(acc[n][3], 0.0f), weight.y, lower);
       }
-      upper += __shfl_xor_sync(0xffffffffu, upper, 1);
-      lower += __shfl_xor_sync(0xffffffffu, lower, 1);
-      upper += __shfl_xor_sync(0xffffffffu, upper, 2);
-      lower += __shfl_xor_sync(0xffffffffu, lower, 2);
-      // lanes with quad 0 hold token `group`, lanes with quad 1 token `group + 8`
-      const float logit = (quad == 0 ? upper : lower) * scale;
-      const int index = token + group + quad * 8;
-      const bool valid = quad < 2 && index < length;
-      if (valid) p.logits[row * p.logit_stride + index] = logit;
+      // lanes with an even quad end up with token `group`, those with an odd one with token `group + 8`
+      const float kept = quad & 1 ? lower : upper, given = quad & 1 ? upper : lower;
+      float logit = kept + __shfl_xor_sync(0xffffffffu, given, 1);
+      logit += __shfl_xor_sync(0xffffffffu, logit, 2);
+      logit *= scale;
+      const int index = token + group + (quad & 1) * 8;
+      const bool valid = index < length;
+      if (valid && quad < 2) p.logits[row * p.logit_stride + index] = logit;
       if (p.maxima) {
-        uint32_t most = valid ? key_of(logit) : 0u;
-        most = __reduce_max_sync(0xffffffffu, most);
-        if (lane == 0) p.maxima[row * p.maxima_stride + token / kTile] = most;
+        const uint32_t most = __reduce_max_sync(0xffffffffu, valid ? key_of(logit) : 0u);
+        if (lane == 0) p.maxima[row * p.maxima_stride + token / kTile] = value_of(most);
       }
     }
+    __syncwarp();  // the slot and the weights may be written again
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -307,7 +307,7 @@ DSV4_KERNELS(dsv4::limit<dsv4::kThreads, sizeof(dsv4::Smem)>("indexer_kernel"))
 // elements, page_pitch in bytes (a multiple of 16). skip: rows of at most so many tokens are left alone (0: none).
 DSV4_EXPORT int dsv4_indexer(const void* q, long long q_stride, const void* pages, long long page_pitch,
                              const float* weights, long long weight_stride, const int* lengths, const int* page_table,
-                             long long table_stride, float* logits, long long logit_stride, unsigned* maxima,
+                             long long table_stride, float* logits, long long logit_stride, float* maxima,
                              long long maxima_stride, int requests, int next_n, int skip, int sms, void* stream) {
   using namespace dsv4;
   if (requests < 1 || requests > kMaxRequests || next_n < 1 || next_n > kMaxNext || page_pitch % 16 || q_stride % 16 ||

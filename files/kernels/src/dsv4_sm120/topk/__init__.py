@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,10 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 1024
 MAX_K = 2048
-# rows up to this width need no workspace
-REGISTER_WIDTH = 16384
+# scores that one maximum stands for
+GRANULE = 16
+# rows up to this width need no maxima
+HELD_WIDTH = 16384
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_longlong
 _INT = ctypes.c_int
@@ -25,15 +26,9 @@ _ARGUMENTS += [_INT, _INT, _INT, _INT, _INT, _INT, _POINTER]
 _launches = itertools.count()
 
 
-@functools.cache
-def granule_bits(k: int, width: int) -> int:
-    """Returns log2 of the scores that one maximum of the workspace stands for; negative when (k, width) is too large."""
-    return _lib.function("topk", "dsv4_topk_granule_bits", [_INT, _INT])(k, width)
-
-
-def maxima_stride(width: int, bits: int) -> int:
-    """Returns the workspace's row length in 32-bit words: one a granule, rounded up to 16 bytes."""
-    return -(-(-(-width >> bits)) // 4) * 4
+def maxima_stride(width: int) -> int:
+    """Returns the row length of the granule maxima in floats: one for 16 scores, rounded up to 16 bytes."""
+    return -(-width // (GRANULE * 4)) * 4
 
 
 def refusal(
@@ -71,12 +66,12 @@ def refusal(
         return "out_page_indices is not dense"
     if page_size < 1 or page_size & (page_size - 1):
         return f"page size {page_size} is no power of two"
-    if rows > MAX_ROWS and width > REGISTER_WIDTH:
-        return f"{rows} rows of width {width}: made for at most {MAX_ROWS} rows wider than {REGISTER_WIDTH}"
+    if rows > MAX_ROWS and width > HELD_WIDTH:
+        return f"{rows} rows of width {width}: made for at most {MAX_ROWS} rows wider than {HELD_WIDTH}"
     if _torch.row_stride(scores) % 4 or scores.data_ptr() % 16:
         return "scores are not aligned to 16 bytes"
-    if not 1 <= k <= MAX_K or granule_bits(k, width) < 0:
-        return f"k {k} over width {width} is more than the kernel was made for"
+    if not 1 <= k <= MAX_K:
+        return f"k {k} is more than the {MAX_K} that the kernel was made for"
     if _torch.capability(device.index) not in build_info()["archs"]:
         return f"this build has no code for {_torch.capability(device.index)}"
     return None
@@ -91,8 +86,8 @@ def launch(
     out_raw_indices: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
 ) -> None:
-    """Launches without checking; see topk_transform_paged. maxima: int32 [rows, maxima_stride(width, 4)] as the
-    indexer wrote them, or None for a workspace of this call."""
+    """Launches without checking; see topk_transform_paged. maxima: fp32 [rows, maxima_stride(width)] as the indexer
+    wrote them, or None."""
     import torch
 
     from .. import _torch
@@ -100,9 +95,8 @@ def launch(
     rows, width = scores.shape
     k = out_page_indices.shape[1]
     ready = maxima is not None
-    if maxima is None and width > REGISTER_WIDTH:
-        stride = maxima_stride(width, granule_bits(k, width))
-        maxima = torch.empty((rows, stride), dtype=torch.int32, device=scores.device)
+    if maxima is None and width > HELD_WIDTH:
+        maxima = torch.empty((rows, maxima_stride(width)), dtype=torch.float32, device=scores.device)
     code = _lib.function("topk", "dsv4_topk", _ARGUMENTS)(
         scores.data_ptr(),
         _torch.row_stride(scores),

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Top-k of each row's actual length, written as page-table-transformed slots in ascending token order.
 //
-// One launch, work by the lengths that lie on the device: a row of at most 16,384 scores is one unit, selected in
-// registers. A longer row is cut into chunks, one unit each; a chunk writes the maximum of every granule of 16 (or 8,
-// 32) scores, and whichever block finishes the row's last chunk selects. The k best granules (larger maximum first,
-// then lower index) hold the k best scores under the same order: a score outside them has k granules before it, each
-// with a score that beats it. So the last block selects k of the maxima, then k of k * granule scores, both in
-// registers, whatever the ties are. No block waits for another: no co-residency, no clusters.
+// A row is selected in two strides. First a bound: each thread takes the maximum of the values it holds; if k threads
+// have one, the k-th largest of these maxima is no greater than the k-th largest value, as they are different values.
+// Then only the values that reach the bound are listed, in index order, a few more than k of them, and the exact
+// threshold is found in the list. If more reach it than the list holds (ties), the row goes the slow way, exact too.
+//
+// Rows of more than 16,384 values are cut into chunks for many blocks. A chunk leaves the maximum of every granule of 16
+// values; the block that finishes a row's last chunk treats the maxima as values, lists the granules that reach the
+// bound, and goes on with their values alone. No block waits for another: no co-residency, no clusters. The indexer can
+// leave the same maxima behind.
 #include <algorithm>
 
 #include "abi.cuh"
@@ -19,6 +22,11 @@ constexpr int kMaxScheduledRows = 1024;
 constexpr int kPageSlots = 4096;
 // launches in flight at once get different counters, as long as there are no more than this
 constexpr int kCounterSets = 64;
+constexpr int kHeld = 16;  // values a thread
+constexpr int kMaxHeld = kHeld * kSelectThreads;
+constexpr int kGranule = 16;
+constexpr int kStepBits = 12;  // values that a block takes at one load a thread
+constexpr int kMaxK = 2048;
 
 // Zero when the library is loaded; the block that uses the last count puts zero back.
 __device__ unsigned int arrived[kCounterSets * kMaxScheduledRows];
@@ -28,308 +36,394 @@ struct TopkParams {
   const int* lengths;
   const int* page_table;
   int* slots;
-  int* raw;              // may be null
-  uint32_t* maxima;      // workspace [rows, maxima_stride] of keys, or the indexer's output
+  int* raw;        // may be null
+  float* maxima;   // [rows, maxima_stride], workspace or the indexer's output
   long long score_stride, table_stride, maxima_stride;
-  int rows, k, page_bits, granule_bits, counter_set;
-  bool scheduled;  // chunks by length; otherwise one block a row whatever its length
+  int rows, k, page_bits, counter_set, width;
+  bool scheduled;     // chunks by length; otherwise one block a row whatever its length
+  bool maxima_ready;  // the indexer wrote them
 };
 
 struct Smem {
   SelectSmem select;
   int pages[kPageSlots];
-  int granules[2048];
-  int prefix[kMaxScheduledRows + 1];
-  unsigned long long long_total;
-  int row, is_last;
+  int is_last;
 };
 
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ uint32_t load_score(const float* row, int index, int length) {
-  return index < length ? key_of(__ldcg(row + index)) : 0u;
-}
-
-// Four scores from `index`, a multiple of 4; what lies past the length is never read.
-__device__ __forceinline__ uint4 load_four(const float* row, int index, int length) {
-  if (index + 4 <= length) {
-    const float4 x = __ldcg(reinterpret_cast<const float4*>(row + index));
-    return make_uint4(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w));
-  }
-  return make_uint4(load_score(row, index, length), load_score(row, index + 1, length),
-                    load_score(row, index + 2, length), load_score(row, index + 3, length));
-}
-
-__device__ __forceinline__ void prefetch_pages(Smem& smem, const int* table, int pages) {
-  for (int i = threadIdx.x; i < min(pages, kPageSlots); i += kSelectThreads) {
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(&smem.pages[i]));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(table + i) : "memory");
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-struct Writer {
+// One row's work; `this` is the same in all threads.
+struct Row {
   const TopkParams& p;
-  const Smem& smem;
+  Smem& smem;
+  const float* scores;
+  const float* maxima;
   const int* table;
-  long long base;
+  long long out;
+  int length;
 
-  __device__ __forceinline__ void operator()(uint32_t position, int index) const {
+  __device__ __forceinline__ Row(const TopkParams& p, Smem& smem, int row, int length)
+      : p(p), smem(smem), scores(p.scores + row * p.score_stride), maxima(p.maxima + row * p.maxima_stride),
+        table(p.page_table + row * p.table_stride), out(static_cast<long long>(row) * p.k), length(length) {}
+
+  // Fetches the row's part of the page table; pages_arrived() and a barrier before it is used.
+  __device__ __forceinline__ void fetch_pages() const {
+    const int pages = min((length + (1 << p.page_bits) - 1) >> p.page_bits, kPageSlots);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pages; i += kSelectThreads) {
+      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(&smem.pages[i]));
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(table + i) : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  __device__ __forceinline__ void pages_arrived() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+  __device__ __forceinline__ void write(uint32_t position, int index) const {
     const int page = index >> p.page_bits;
     const int physical = page < kPageSlots ? smem.pages[page] : __ldg(table + page);
-    p.slots[base + position] = (physical << p.page_bits) | (index & ((1 << p.page_bits) - 1));
-    if (p.raw) p.raw[base + position] = index;
+    p.slots[out + position] = (physical << p.page_bits) | (index & ((1 << p.page_bits) - 1));
+    if (p.raw) p.raw[out + position] = index;
   }
+
+  // At most k values: all of them, then -1.
+  __device__ __forceinline__ void all() const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.k; i += kSelectThreads) {
+      int slot = -1;
+      if (i < length) slot = (__ldg(table + (i >> p.page_bits)) << p.page_bits) | (i & ((1 << p.page_bits) - 1));
+      p.slots[out + i] = slot;
+      if (p.raw) p.raw[out + i] = i < length ? i : -1;
+    }
+  }
+
+  __device__ __forceinline__ bool select() const;
+  __device__ __forceinline__ void select_slowly() const;
 };
 
-// Rows of at most k scores: all of them, then -1.
-__device__ __forceinline__ void write_identity(const TopkParams& p, int row, int length) {
-  const int* table = p.page_table + row * p.table_stride;
-  const long long base = static_cast<long long>(row) * p.k;
-  for (int i = threadIdx.x; i < p.k; i += kSelectThreads) {
-    const bool valid = i < length;
-    int slot = -1;
-    if (valid) slot = (__ldg(table + (i >> p.page_bits)) << p.page_bits) | (i & ((1 << p.page_bits) - 1));
-    p.slots[base + i] = slot;
-    if (p.raw) p.raw[base + i] = valid ? i : -1;
-  }
+enum Source { kScores, kMaxima, kGranules };
+
+// Four values from an address that is a multiple of 16, the first `valid` of them; -inf for the rest, which are not read.
+__device__ __forceinline__ float4 load_four(const float* from, int valid) {
+  if (valid == 4) return __ldcg(reinterpret_cast<const float4*>(from));
+  float4 four = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+  if (valid > 0) four.x = __ldcg(from);
+  if (valid > 1) four.y = __ldcg(from + 1);
+  if (valid > 2) four.z = __ldcg(from + 2);
+  return four;
 }
 
-__device__ __forceinline__ int first_element(int vectors, int j) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  return (warp * vectors + j) * 128 + lane * 4;
+__device__ __forceinline__ float most_of(const float4& x) { return fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)); }
+
+// Element order of a thread's held values: warp, vector, lane, component.
+__device__ __forceinline__ int held_index(int vectors, int j) {
+  return ((threadIdx.x >> 5) * vectors + j) * 128 + (threadIdx.x & 31) * 4;
 }
 
-__device__ void select_short_row(const TopkParams& p, Smem& smem, int row, int length) {
-  const float* scores = p.scores + row * p.score_stride;
-  const int* table = p.page_table + row * p.table_stride;
-  const int vectors = (length + 4 * kSelectThreads - 1) / (4 * kSelectThreads);
-  uint32_t keys[4 * kVectors];
+// Returns false, with nothing written, when the row must go the slow way.
+__device__ __forceinline__ bool Row::select() const {
+  SelectSmem& s = smem.select;
+  clear_bins(s);
+  const bool is_long = length > kMaxHeld;
+  if (p.k > kSelectThreads && length > kListed) return false;
+  fetch_pages();
+  Source source = is_long ? kMaxima : kScores;
+  int count = is_long ? (length + kGranule - 1) / kGranule : length;
+  float bound = -INFINITY;
+  bool bounded = count <= kListed && !is_long;  // few enough to list them all
+#pragma unroll 1
+  while (true) {
+    const int vectors = (count + (1 << kStepBits) - 1) >> kStepBits;
+    if (vectors * 4 > kHeld) return false;
+    const float* from = source == kMaxima ? maxima : scores;
+    const int end = source == kMaxima ? count : length;
+    float4 x[kHeld / 4];
+    int index[kHeld / 4];
+    uint32_t valid = 0;  // a bit a value
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    uint4 four = make_uint4(0, 0, 0, 0);
-    if (j < vectors) four = load_four(scores, first_element(vectors, j), length);
-    keys[4 * j] = four.x, keys[4 * j + 1] = four.y, keys[4 * j + 2] = four.z, keys[4 * j + 3] = four.w;
-  }
-  prefetch_pages(smem, table, (length >> p.page_bits) + 1 - !(length & ((1 << p.page_bits) - 1)));
-  const Threshold threshold = find_threshold(smem.select, keys, vectors, p.k);
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  const Writer write{p, smem, table, static_cast<long long>(row) * p.k};
-  emit_selected(smem.select, keys, vectors, threshold,
-                [&](uint32_t position, int j, int c) { write(position, first_element(vectors, j) + c); });
-}
-
-// The row's granule maxima are in p.maxima.
-__device__ void select_long_row(const TopkParams& p, Smem& smem, int row, int length) {
-  const float* scores = p.scores + row * p.score_stride;
-  const int* table = p.page_table + row * p.table_stride;
-  const uint32_t* maxima = p.maxima + row * p.maxima_stride;
-  const int granules = (length + (1 << p.granule_bits) - 1) >> p.granule_bits;
-  const int granule_mask = (1 << p.granule_bits) - 1;
-  prefetch_pages(smem, table, (length >> p.page_bits) + 1 - !(length & ((1 << p.page_bits) - 1)));
-  uint32_t keys[4 * kVectors];
-  const int chosen = min(granules, p.k);
-  if (granules > p.k) {
-    const int vectors = (granules + 4 * kSelectThreads - 1) / (4 * kSelectThreads);
+    for (int j = 0; j < kHeld / 4; ++j) {
+      index[j] = held_index(vectors, j);
+      int here = 0;
+      if (j < vectors && index[j] < count) {
+        if (source == kGranules) index[j] = s.indices[index[j] / kGranule] * kGranule + index[j] % kGranule;
+        here = min(max(end - index[j], 0), 4);
+      }
+      x[j] = load_four(from + index[j], here);
+      valid |= ((1u << here) - 1u) << (4 * j);
+    }
+    // each thread holds at most 4 * vectors values, so at least count / (4 * vectors) threads hold one
+    if (!bounded && count >= p.k * 4 * vectors) {
+      float most = -INFINITY;
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
+      for (int j = 0; j < kHeld / 4; ++j) most = fmaxf(most, most_of(x[j]));
+      __syncthreads();  // the bins are clear
+      if (valid) atomicAdd(&s.bins[bin_of(most)], 1u);
+      find_bin(s, p.k);
+      bound = bin_floor(s.bin);
+    }
+    bounded = true;
+    uint32_t reached = 0;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) keys[4 * j + c] = 0;
-      if (j < vectors) {
-        const int first = first_element(vectors, j);
-        if (first + 4 <= granules) {
-          const uint4 four = __ldcg(reinterpret_cast<const uint4*>(maxima + first));
-          keys[4 * j] = four.x, keys[4 * j + 1] = four.y, keys[4 * j + 2] = four.z, keys[4 * j + 3] = four.w;
-        } else {
+    for (int j = 0; j < kHeld / 4; ++j) {
+      reached |= (x[j].x >= bound ? 1u : 0u) << (4 * j) | (x[j].y >= bound ? 2u : 0u) << (4 * j) |
+                 (x[j].z >= bound ? 4u : 0u) << (4 * j) | (x[j].w >= bound ? 8u : 0u) << (4 * j);
+    }
+    reached &= valid;
+    // counts of the four vectors, a byte each (at most 128 in a warp), so that one scan orders them all
+    uint32_t counts = 0;
 #pragma unroll
-          for (int c = 0; c < 4; ++c)
-            if (first + c < granules) keys[4 * j + c] = __ldcg(maxima + first + c);
+    for (int j = 0; j < kHeld / 4; ++j) counts |= __popc(reached >> (4 * j) & 15u) << (8 * j);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const uint32_t upto = warp_inclusive_sum(counts);
+    const uint32_t in_warp = __shfl_sync(0xffffffffu, upto, 31);
+    if (lane == 31) s.warp_sums[1][warp] = __dp4a(in_warp, 0x01010101u, 0u);
+    __syncthreads();  // also: the granule list was read and may be written over
+    const uint32_t totals = warp_inclusive_sum(s.warp_sums[1][lane]);
+    const uint32_t listed = __shfl_sync(0xffffffffu, totals, 31);
+    const uint32_t before = __shfl_sync(0xffffffffu, totals, warp ? warp - 1 : 0);
+    const bool last = source != kMaxima;
+    if (listed > (last ? kListed : kMaxHeld / kGranule)) return false;
+    uint32_t base = warp ? before : 0;
+#pragma unroll
+    for (int j = 0; j < kHeld / 4; ++j) {
+      uint32_t position = base + ((upto - counts) >> (8 * j) & 255u);
+      base += in_warp >> (8 * j) & 255u;
+      const float values[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (reached >> (4 * j + c) & 1u) {
+          s.values[position] = values[c];
+          s.indices[position++] = index[j] + c;
         }
       }
     }
-    const Threshold threshold = find_threshold(smem.select, keys, vectors, p.k);
-    emit_selected(smem.select, keys, vectors, threshold, [&](uint32_t position, int j, int c) {
-      smem.granules[position] = first_element(vectors, j) + c;
-    });
-  } else {
-    for (int i = threadIdx.x; i < granules; i += kSelectThreads) smem.granules[i] = i;
+    __syncthreads();
+    count = listed;
+    if (last) break;
+    source = kGranules;
+    count *= kGranule;
   }
-  __syncthreads();
-  const int total = chosen << p.granule_bits;
-  const int vectors = (total + 4 * kSelectThreads - 1) / (4 * kSelectThreads);
-  const auto index_of = [&](int element) {
-    return (smem.granules[element >> p.granule_bits] << p.granule_bits) | (element & granule_mask);
-  };
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    uint4 four = make_uint4(0, 0, 0, 0);
-    if (j < vectors) {
-      const int element = first_element(vectors, j);
-      if (element < total) four = load_four(scores, index_of(element), length);
-    }
-    keys[4 * j] = four.x, keys[4 * j + 1] = four.y, keys[4 * j + 2] = four.z, keys[4 * j + 3] = four.w;
+  find_threshold(s, count, p.k);
+  pages_arrived();
+  const uint32_t threshold = s.threshold, equal = s.equal;
+  uint32_t written = 0, equals = 0;
+#pragma unroll 1
+  for (int start = 0, turn = 0; start < count; start += kSelectThreads, ++turn) {
+    const int i = start + threadIdx.x;
+    const uint32_t key = i < count ? key_of(s.values[i]) : 0u;
+    uint32_t total;
+    // greater ones in the low half, equal ones in the high half
+    const uint32_t own = (key > threshold) | (key == threshold) << 16;
+    const uint32_t before = block_prefix(s, own, turn, total);
+    const uint32_t equal_rank = equals + (before >> 16);
+    if (key > threshold || (key == threshold && equal_rank < equal))
+      write(written + (before & 0xffffu) + min(equal_rank, equal), s.indices[i]);
+    written += total & 0xffffu;
+    equals += total >> 16;
   }
-  const Threshold threshold = find_threshold(smem.select, keys, vectors, p.k);
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  const Writer write{p, smem, table, static_cast<long long>(row) * p.k};
-  emit_selected(smem.select, keys, vectors, threshold, [&](uint32_t position, int j, int c) {
-    write(position, index_of(first_element(vectors, j)) + c);
-  });
+  return true;
 }
 
-// Writes the maximum of every granule of [begin, end); begin is a multiple of 4 * kSelectThreads.
-__device__ __forceinline__ void write_maxima(const TopkParams& p, int row, int begin, int end, int length) {
+// Exact for any row and k: byte-wise passes over the row in device memory (mostly L2), then one to write. For rows
+// whose values tie beyond the list, and for k past the block's threads.
+__device__ __forceinline__ void Row::select_slowly() const {
+  SelectSmem& s = smem.select;
+  pages_arrived();
+  __syncthreads();
+  clear_bins(s);
+  fetch_pages();
+  __syncthreads();
+  uint32_t prefix = 0, mask = 0, wanted = p.k;
+#pragma unroll 1
+  for (int shift = 24; shift >= 0; shift -= 8) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < length; i += kSelectThreads) {
+      const uint32_t key = key_of(__ldcg(scores + i));
+      // a warp whose values agree counts them at once: rows come here because they tie
+      if ((key & mask) == prefix) {
+        const uint32_t byte = key >> shift & 255u;
+        const uint32_t active = __activemask();
+        const uint32_t peers = __match_any_sync(active, byte);
+        if ((threadIdx.x & 31) == __ffs(peers) - 1) atomicAdd(&s.bins[byte], static_cast<uint32_t>(__popc(peers)));
+      }
+    }
+    find_bin(s, wanted);
+    prefix |= s.bin << shift;
+    mask |= 255u << shift;
+    wanted -= s.above;
+    __syncthreads();
+  }
+  pages_arrived();
+  uint32_t written = 0, equals = 0;
+#pragma unroll 1
+  for (int start = 0, turn = 0; start < length && written + min(equals, wanted) < p.k; start += 4 * kSelectThreads, ++turn) {
+    const int first = start + threadIdx.x * 4;
+    uint32_t keys[4];
+    uint32_t own = 0;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      keys[c] = first + c < length ? key_of(__ldcg(scores + first + c)) : 0u;
+      own += (keys[c] > prefix) | (keys[c] == prefix) << 16;
+    }
+    uint32_t total;
+    const uint32_t before = block_prefix(s, own, turn, total);
+    uint32_t greater = written + (before & 0xffffu), equal = equals + (before >> 16);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (keys[c] > prefix || (keys[c] == prefix && equal < wanted)) write(greater + min(equal, wanted), first + c);
+      greater += keys[c] > prefix;
+      equal += keys[c] == prefix;
+    }
+    written += total & 0xffffu;
+    equals += total >> 16;
+  }
+}
+
+// Out of the way of the code that usually runs, and by value: a reference to a Row would put it in memory.
+__device__ __noinline__ void select_row_slowly(const TopkParams& p, Smem& smem, int row, int length) {
+  const Row work(p, smem, row, length);
+  work.select_slowly();
+}
+
+// Writes the maximum of every granule of [begin, end); begin is a multiple of 4,096.
+__device__ __forceinline__ void write_maxima(const TopkParams& p, int row, int begin, int end) {
   const float* scores = p.scores + row * p.score_stride;
-  uint32_t* maxima = p.maxima + row * p.maxima_stride;
-  const int lanes = (1 << p.granule_bits) / 4;
+  float* maxima = p.maxima + row * p.maxima_stride;
   constexpr int kAtOnce = 4;
-  for (int start = begin; start < end; start += kAtOnce * 4 * kSelectThreads) {
-    uint4 four[kAtOnce];
+#pragma unroll 1
+  for (int start = begin + threadIdx.x * 4; start - threadIdx.x * 4 < end; start += kAtOnce * 4 * kSelectThreads) {
+    float4 four[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int index = start + (i * kSelectThreads + threadIdx.x) * 4;
-      four[i] = index < end ? load_four(scores, index, length) : make_uint4(0, 0, 0, 0);
+      const int index = start + i * 4 * kSelectThreads;
+      four[i] = load_four(scores + index, min(max(end - index, 0), 4));
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int index = start + (i * kSelectThreads + threadIdx.x) * 4;
-      uint32_t most = max(max(four[i].x, four[i].y), max(four[i].z, four[i].w));
-      for (int step = 1; step < lanes; step *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
-      if (index < end && (threadIdx.x & (lanes - 1)) == 0) __stcg(maxima + (index >> p.granule_bits), most);
+      const int index = start + i * 4 * kSelectThreads;
+      float most = most_of(four[i]);
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      if (index < end && (threadIdx.x & 3) == 0) __stcg(maxima + index / kGranule, most);
     }
-  }
-}
-
-// Chunk length and each row's first unit, from the lengths; returns the number of units. Every block finds the same.
-__device__ int make_schedule(const TopkParams& p, Smem& smem, int& chunk) {
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const int length = thread < p.rows ? max(0, __ldg(p.lengths + thread)) : 0;
-  constexpr int kStep = 4 * kSelectThreads;
-  if (thread == 0) smem.long_total = 0;
-  __syncthreads();
-  if (length > kMaxSelect) atomicAdd(&smem.long_total, static_cast<unsigned long long>(length));
-  __syncthreads();
-  const long long per_block = (static_cast<long long>(smem.long_total) + gridDim.x - 1) / gridDim.x;
-  chunk = static_cast<int>(max(1ll, (per_block + kStep - 1) / kStep)) * kStep;
-  const uint32_t units = thread < p.rows ? (length > kMaxSelect ? (length + chunk - 1) / chunk : 1) : 0;
-  const uint32_t inclusive = warp_inclusive_sum(units);
-  if (lane == 31) smem.select.warp_sums[warp] = inclusive;
-  __syncthreads();
-  const uint32_t totals = warp_inclusive_sum(smem.select.warp_sums[lane]);
-  const uint32_t before = warp ? __shfl_sync(0xffffffffu, totals, warp - 1) : 0;
-  smem.prefix[thread + 1] = before + inclusive;
-  if (thread == 0) smem.prefix[0] = 0;
-  const int all = __shfl_sync(0xffffffffu, totals, 31);
-  __syncthreads();
-  return all;
-}
-
-__device__ __forceinline__ void do_row_alone(const TopkParams& p, Smem& smem, int row, bool maxima_ready) {
-  const int length = max(0, __ldg(p.lengths + row));
-  if (length <= p.k) {
-    write_identity(p, row, length);
-  } else if (length <= kMaxSelect) {
-    select_short_row(p, smem, row, length);
-  } else {
-    if (!maxima_ready) {
-      write_maxima(p, row, 0, length, length);
-      __syncthreads();
-    }
-    select_long_row(p, smem, row, length);
   }
 }
 
 __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_constant__ TopkParams p) {
-  __shared__ Smem smem;
-  if (!p.scheduled) return do_row_alone(p, smem, blockIdx.x, false);
-  int chunk;
-  const int units = make_schedule(p, smem, chunk);
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    if (threadIdx.x < p.rows && smem.prefix[threadIdx.x] <= unit && unit < smem.prefix[threadIdx.x + 1])
-      smem.row = threadIdx.x;
-    __syncthreads();
-    const int row = smem.row;
-    const int length = max(0, __ldg(p.lengths + row));
-    if (length <= kMaxSelect) {
-      do_row_alone(p, smem, row, false);
+  extern __shared__ __align__(16) uint8_t raw_smem[];
+  Smem& smem = *reinterpret_cast<Smem*>(raw_smem);
+  const int lane = threadIdx.x & 31;
+  if (p.maxima_ready) asm volatile("griddepcontrol.wait;" ::: "memory");
+
+  // The schedule, found by each warp for itself. Chunks are 4,096 << shift values, enough for all blocks to have some.
+  int shift = 0;
+  if (p.scheduled) {
+    int steps = 0;
+#pragma unroll 1
+    for (int row = lane; row < p.rows; row += 32) {
+      const int length = __ldg(p.lengths + row);
+      if (length > kMaxHeld) steps += (length + (1 << kStepBits) - 1) >> kStepBits;
+    }
+    steps = __reduce_add_sync(0xffffffffu, steps);
+#pragma unroll 1
+    while ((steps >> shift) > static_cast<int>(gridDim.x)) ++shift;
+  }
+  const int chunk_bits = kStepBits + shift;
+  int unit = blockIdx.x;
+#pragma unroll 1
+  while (true) {
+    int row = unit, length = 0, chunks = 1, chunk = 0;
+    if (p.scheduled) {
+      int passed = 0;  // units of the rows before
+      row = -1;
+#pragma unroll 1
+      for (int first = 0; first < p.rows; first += 32) {
+        const int own_row = first + lane;
+        const int own_length = own_row < p.rows ? __ldg(p.lengths + own_row) : 0;
+        int units = own_row < p.rows;
+        if (own_length > kMaxHeld) units = (own_length + (1 << chunk_bits) - 1) >> chunk_bits;
+        const int upto = passed + warp_inclusive_sum(units);
+        const uint32_t hit = __ballot_sync(0xffffffffu, upto > unit);
+        if (hit) {
+          const int from = __ffs(hit) - 1;
+          row = first + from;
+          length = __shfl_sync(0xffffffffu, own_length, from);
+          chunks = __shfl_sync(0xffffffffu, units, from);
+          chunk = unit - (__shfl_sync(0xffffffffu, upto, from) - chunks);
+          break;
+        }
+        passed = __shfl_sync(0xffffffffu, upto, 31);
+      }
+      if (row < 0) return;  // no units are left
     } else {
-      const int first = smem.prefix[row], count = smem.prefix[row + 1] - first;
-      const int begin = (unit - first) * chunk;
-      write_maxima(p, row, begin, min(begin + chunk, length), length);
+      if (row >= p.rows) return;
+      length = __ldg(p.lengths + row);
+    }
+    length = min(max(length, 0), p.width);
+    bool mine = true;
+    if (length > kMaxHeld && !p.maxima_ready) {
+      if (p.scheduled) write_maxima(p, row, chunk << chunk_bits, min((chunk + 1) << chunk_bits, length));
+      else write_maxima(p, row, 0, length);
       __syncthreads();
-      if (threadIdx.x == 0) {
-        unsigned int* counter = &arrived[p.counter_set * kMaxScheduledRows + row];
-        __threadfence();
-        smem.is_last = atomicAdd(counter, 1u) == count - 1u;
-        if (smem.is_last) {
-          *counter = 0;
+      if (chunks > 1) {
+        if (threadIdx.x == 0) {
+          unsigned int* counter = &arrived[p.counter_set * kMaxScheduledRows + row];
+          __threadfence();
+          smem.is_last = atomicAdd(counter, 1u) == chunks - 1u;
+          if (smem.is_last) *counter = 0;
           __threadfence();
         }
+        __syncthreads();
+        mine = smem.is_last;
       }
-      __syncthreads();
-      if (smem.is_last) select_long_row(p, smem, row, length);
     }
+    if (mine) {
+      const Row work(p, smem, row, length);
+      if (length <= p.k) work.all();
+      else if (!work.select()) select_row_slowly(p, smem, row, length);
+    }
+    unit += gridDim.x;
     __syncthreads();  // smem is used again
   }
-}
-
-// The indexer has written the granule maxima: one block a row.
-__global__ __launch_bounds__(kSelectThreads, 1) void topk_finish_kernel(const __grid_constant__ TopkParams p) {
-  __shared__ Smem smem;
-  wait_for_previous_kernel();
-  do_row_alone(p, smem, blockIdx.x, true);
 }
 
 }  // namespace
 }  // namespace dsv4
 
-DSV4_KERNELS(dsv4::limit<dsv4::kSelectThreads, 0>("topk_kernel"),
-             dsv4::limit<dsv4::kSelectThreads, 0>("topk_finish_kernel"))
-
-// Granule of the maxima for k and the widest row: a power of two so that k granules and all maxima fit one selection.
-// Returns its base-2 logarithm, or a negative code when no granule does.
-DSV4_EXPORT int dsv4_topk_granule_bits(int k, int width) {
-  if (k < 1 || k > 2048 || width < 1) return dsv4::kBadArgument;
-  for (int bits = 3; bits <= 5; ++bits) {
-    const bool fits_values = (k << bits) <= dsv4::kMaxSelect;
-    const bool fits_maxima = ((width + (1 << bits) - 1) >> bits) <= dsv4::kMaxSelect;
-    // 16 is also what the indexer writes: a smaller one only where k needs it
-    if (bits == 3 && k <= 1024) continue;
-    if (fits_values && (fits_maxima || width <= dsv4::kMaxSelect)) return bits;
-  }
-  return dsv4::kBadArgument;
-}
+DSV4_KERNELS(dsv4::limit<dsv4::kSelectThreads, sizeof(dsv4::Smem)>("topk_kernel"))
 
 // scores [rows, width] fp32, row stride in floats; lengths [rows]; page_table [rows, *]; slots and raw [rows, k] dense;
-// maxima: workspace of rows * maxima_stride words, 16-byte aligned. maxima_ready: the indexer wrote them (granule 16).
+// maxima: workspace of rows * maxima_stride floats, 16-byte aligned. maxima_ready: the indexer wrote them.
 DSV4_EXPORT int dsv4_topk(const float* scores, long long score_stride, int width, const int* lengths,
-                          const int* page_table, long long table_stride, int* slots, int* raw, unsigned* maxima,
+                          const int* page_table, long long table_stride, int* slots, int* raw, float* maxima,
                           long long maxima_stride, int rows, int k, int page_size, int counter_set, int maxima_ready,
                           int sms, void* stream) {
   using namespace dsv4;
-  const int granule_bits = dsv4_topk_granule_bits(k, width);
-  if (rows < 1 || granule_bits < 0 || page_size < 1 || (page_size & (page_size - 1)) || score_stride % 4 ||
-      reinterpret_cast<uintptr_t>(scores) % 16 || reinterpret_cast<uintptr_t>(maxima) % 16 || maxima_stride % 4 ||
-      (maxima_ready && granule_bits != 4))
+  if (rows < 1 || k < 1 || k > kMaxK || page_size < 1 || (page_size & (page_size - 1)) || score_stride % 4 ||
+      reinterpret_cast<uintptr_t>(scores) % 16 || reinterpret_cast<uintptr_t>(maxima) % 16 || maxima_stride % 4)
     return kBadArgument;
-  TopkParams p{scores, lengths, page_table, slots, raw, maxima, score_stride, table_stride, maxima_stride, rows, k,
-               __builtin_ctz(page_size), granule_bits, counter_set % kCounterSets, rows <= kMaxScheduledRows};
-  if (!maxima_ready) {
-    // at most one block an SM runs at a time; a row needs no more blocks than it has steps
-    const long long steps = (width + 4ll * kSelectThreads - 1) / (4ll * kSelectThreads);
-    const long long most = width > kMaxSelect ? rows * steps : rows;
-    const int grid = p.scheduled ? static_cast<int>(std::min<long long>(sms, most)) : rows;
-    topk_kernel<<<grid, kSelectThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-    return cudaPeekAtLastError();
+  static bool opted_in[64] = {};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < 64 && !opted_in[device]) {
+    error = cudaFuncSetAttribute(topk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+    if (error != cudaSuccess) return error;
+    opted_in[device] = true;
   }
+  // chunks only where a row can be long and its maxima are not there yet
+  const bool scheduled = !maxima_ready && rows <= kMaxScheduledRows && width > kMaxHeld;
+  const TopkParams p{scores, lengths, page_table, slots, raw, maxima, score_stride, table_stride, maxima_stride,
+                     rows, k, __builtin_ctz(page_size), counter_set % kCounterSets, width, scheduled,
+                     maxima_ready != 0};
+  const long long steps = (width + (1ll << kStepBits) - 1) >> kStepBits;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(rows);
+  config.gridDim = dim3(scheduled ? static_cast<unsigned>(std::min<long long>(sms, rows * steps)) : rows);
   config.blockDim = dim3(kSelectThreads);
+  config.dynamicSmemBytes = sizeof(Smem);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, topk_finish_kernel, p);
+  config.numAttrs = maxima_ready ? 1 : 0;
+  return cudaLaunchKernelEx(&config, topk_kernel, p);
 }

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact selection of the k largest of up to 16,384 values that one block of 1,024 threads holds in registers.
+// Pieces for exact selection of the k largest values by one block of 1,024 threads.
+//
+// The code is kept small on purpose: with a cold cache every 128 bytes of instructions come from device memory, and a
+// first version that held everything unrolled spent more time fetching itself than selecting.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -9,29 +12,34 @@
 namespace dsv4 {
 
 constexpr int kSelectThreads = 1024;
-constexpr int kSelectWarps = kSelectThreads / 32;
-// values a thread: four vectors of four
-constexpr int kVectors = 4;
-constexpr int kMaxSelect = kSelectThreads * 4 * kVectors;
 constexpr int kBins = 4096;
-// past this many values in the threshold bin, ranking all pairs costs more than radix passes
+constexpr int kListed = 4096;
+// past this many values in the threshold bin, byte-wise passes cost less than ranking all pairs
 constexpr int kMaxRank = 512;
 
-// Orders as the floats do; -0 equals +0. No number maps to 0, which stands for "no value".
+// Orders as the floats do; -0 equals +0.
 __device__ __forceinline__ uint32_t key_of(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  const int bits = __float_as_int(x + 0.0f);
+  return bits ^ (bits >> 31 | 0x80000000);
 }
 
 __device__ __forceinline__ float value_of(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+  return __uint_as_float(key ^ (~static_cast<int>(key) >> 31 | 0x80000000));
 }
 
-// The high 12 bits of the value rounded to fp16, in order: scores of one row spread over few exponents, and this keeps
-// six mantissa bits where the high bits of fp32 would keep three. Never falls as the key rises.
-__device__ __forceinline__ uint32_t bin_of(uint32_t key) {
-  const uint32_t half = __half_as_ushort(__float2half_rn(value_of(key)));
-  return (half & 0x8000u ? ~half & 0xffffu : half | 0x8000u) >> 4;
+// The high 12 bits of the value cut to fp16, in order: the scores of a row spread over few exponents, and this keeps six
+// mantissa bits where the high bits of fp32 would keep three. Never falls as the value rises.
+__device__ __forceinline__ uint32_t bin_of(float x) {
+  const int half = static_cast<short>(__half_as_ushort(__float2half_rz(x + 0.0f)));
+  return (half ^ (half >> 15 | 0x8000)) >> 4 & 0xfff;
+}
+
+// A float that is no greater than any value of the bin or of a higher one.
+__device__ __forceinline__ float bin_floor(uint32_t bin) {
+  if (bin == 0) return -INFINITY;
+  // one step of fp16 lower: negative values were cut upwards
+  const int ordered = (bin << 4) - 1;
+  return __half2float(__ushort_as_half(ordered & 0x8000 ? ordered ^ 0x8000 : ~ordered & 0xffff));
 }
 
 __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t x) {
@@ -44,87 +52,80 @@ __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t x) {
 }
 
 struct SelectSmem {
-  union {
-    uint32_t bins[kBins];
-    uint32_t list[kMaxRank + 4];
-  };
-  uint32_t warp_sums[kSelectWarps];
+  uint32_t bins[kBins];
+  float values[kListed];  // the candidates, in index order
+  int indices[kListed];
+  uint32_t tied[kMaxRank + 4];
+  uint32_t warp_sums[2][32];
   uint32_t bin, above, count;  // threshold bin, values above it, values in it
   uint32_t listed;
   uint32_t threshold, equal;
 };
 
-struct Threshold {
-  uint32_t key;    // of the k-th largest value
-  uint32_t equal;  // how many values with just this key belong to the k largest
-};
-
-// Finds the bin in which the running count, from the highest bin down, reaches k. Leaves bin, above and count in smem
-// for every thread. bins[] must be complete (a barrier passed); width is a multiple of 4, at most kBins.
-__device__ __forceinline__ void find_bin(SelectSmem& smem, uint32_t k, int width) {
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const int group = width / 4 - 1 - thread;
-  uint4 counts = make_uint4(0, 0, 0, 0);
-  if (group >= 0) counts = reinterpret_cast<const uint4*>(smem.bins)[group];
-  const uint32_t sum = counts.x + counts.y + counts.z + counts.w;
-  const uint32_t inclusive = warp_inclusive_sum(sum);
-  if (lane == 31) smem.warp_sums[warp] = inclusive;
+// Exclusive prefix over the block of x and its total; two barriers' worth of buffers alternate by `turn`, so one
+// barrier a call is enough.
+__device__ __forceinline__ uint32_t block_prefix(SelectSmem& smem, uint32_t x, int turn, uint32_t& total) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const uint32_t inclusive = warp_inclusive_sum(x);
+  if (lane == 31) smem.warp_sums[turn & 1][warp] = inclusive;
   __syncthreads();
-  const uint32_t totals = warp_inclusive_sum(smem.warp_sums[lane]);
-  const uint32_t before = warp ? __shfl_sync(0xffffffffu, totals, warp - 1) : 0;
-  uint32_t above = before + inclusive - sum;
+  const uint32_t totals = warp_inclusive_sum(smem.warp_sums[turn & 1][lane]);
+  total = __shfl_sync(0xffffffffu, totals, 31);
+  const uint32_t before = __shfl_sync(0xffffffffu, totals, warp ? warp - 1 : 0);
+  return (warp ? before : 0) + inclusive - x;
+}
+
+__device__ __forceinline__ void clear_bins(SelectSmem& smem) {
+  reinterpret_cast<uint4*>(smem.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+}
+
+// Finds the bin in which the count, from the highest bin down, reaches k, and clears the bins. The additions to bins[]
+// need no barrier before this call. After it bin, above and count are set for all threads; if fewer than k values were
+// counted they keep what they were.
+__device__ __noinline__ void find_bin(SelectSmem& smem, uint32_t k) {
+  __syncthreads();
+  const int group = kSelectThreads - 1 - threadIdx.x;
+  const uint4 counts = reinterpret_cast<const uint4*>(smem.bins)[group];
+  reinterpret_cast<uint4*>(smem.bins)[group] = make_uint4(0, 0, 0, 0);
+  const uint32_t sum = counts.x + counts.y + counts.z + counts.w;
+  uint32_t total;
+  uint32_t above = block_prefix(smem, sum, 0, total);
   if (above < k && above + sum >= k) {
-    const uint32_t ordered[4] = {counts.w, counts.z, counts.y, counts.x};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (above < k && above + ordered[i] >= k) {
-        smem.bin = group * 4 + 3 - i;
-        smem.above = above;
-        smem.count = ordered[i];
-        above += k;  // found: no later bin matches
-      }
-      above += ordered[i];
-    }
+    int bin = group * 4 + 3;
+    uint32_t count = counts.w;
+    if (above + count < k) above += count, count = counts.z, --bin;
+    if (above + count < k) above += count, count = counts.y, --bin;
+    if (above + count < k) above += count, count = counts.x, --bin;
+    smem.bin = bin;
+    smem.above = above;
+    smem.count = count;
     smem.listed = 0;
   }
   __syncthreads();
 }
 
-// Returns the k-th largest of all keys in the block and how many of its equals are in. More than k keys are not 0;
-// vectors beyond `vectors` (the same in all threads) are not looked at. Ends with a barrier passed.
-__device__ __forceinline__ Threshold find_threshold(SelectSmem& smem, const uint32_t (&keys)[4 * kVectors], int vectors,
-                                                    uint32_t k) {
-  const int thread = threadIdx.x;
-  reinterpret_cast<uint4*>(smem.bins)[thread] = make_uint4(0, 0, 0, 0);
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    if (j < vectors) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        if (keys[4 * j + c]) atomicAdd(&smem.bins[bin_of(keys[4 * j + c])], 1u);
-    }
-  }
-  __syncthreads();
-  find_bin(smem, k, kBins);
-  const uint32_t bin = smem.bin, count = smem.count;
+// The k-th largest of the `count` listed values (count > k) into smem.threshold, as a key, and into smem.equal how
+// many of its equals are among the k. bins[] must be clear; they are again afterwards. Ends with a barrier passed.
+__device__ __forceinline__ void find_threshold(SelectSmem& smem, int count, uint32_t k) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kSelectThreads) atomicAdd(&smem.bins[bin_of(smem.values[i])], 1u);
+  find_bin(smem, k);
+  const uint32_t bin = smem.bin, in_bin = smem.count;
   uint32_t wanted = k - smem.above;
-  if (count <= kMaxRank) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if (j < vectors) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-          if (keys[4 * j + c] && bin_of(keys[4 * j + c]) == bin) smem.list[atomicAdd(&smem.listed, 1u)] = keys[4 * j + c];
-      }
+  if (in_bin <= kMaxRank) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+      const float value = smem.values[i];
+      if (bin_of(value) == bin) smem.tied[atomicAdd(&smem.listed, 1u)] = key_of(value);
     }
-    if (thread >= count && thread < count + 4) smem.list[thread] = 0;
+    if (threadIdx.x < 4) smem.tied[in_bin + threadIdx.x] = 0;
     __syncthreads();
-    if (thread < count) {
-      const uint32_t own = smem.list[thread];
+    if (threadIdx.x < in_bin) {
+      const uint32_t own = smem.tied[threadIdx.x];
       uint32_t greater = 0, not_less = 0;
-      for (uint32_t i = 0; i < count; i += 4) {
-        const uint4 other = *reinterpret_cast<const uint4*>(&smem.list[i]);
+#pragma unroll 1
+      for (uint32_t i = 0; i < in_bin; i += 4) {
+        const uint4 other = *reinterpret_cast<const uint4*>(&smem.tied[i]);
         greater += (other.x > own) + (other.y > own) + (other.z > own) + (other.w > own);
         not_less += (other.x >= own) + (other.y >= own) + (other.z >= own) + (other.w >= own);
       }
@@ -134,77 +135,26 @@ __device__ __forceinline__ Threshold find_threshold(SelectSmem& smem, const uint
       }
     }
     __syncthreads();
-    return {smem.threshold, smem.equal};
+    return;
   }
-  // Many values share a bin (ties at zero, mostly): exact bytes of the key, from the highest down.
+  // Many values share a bin (ties, mostly): exact bytes of the key, from the highest down.
   uint32_t prefix = 0, mask = 0;
+#pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
-    if (thread < 256) smem.bins[thread] = 0;
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if (j < vectors) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const uint32_t key = keys[4 * j + c];
-          if (key && (key & mask) == prefix && bin_of(key) == bin) atomicAdd(&smem.bins[(key >> shift) & 255u], 1u);
-        }
-      }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+      const float value = smem.values[i];
+      const uint32_t key = key_of(value);
+      if ((key & mask) == prefix && bin_of(value) == bin) atomicAdd(&smem.bins[key >> shift & 255u], 1u);
     }
-    __syncthreads();
-    find_bin(smem, wanted, 256);
+    find_bin(smem, wanted);
     prefix |= smem.bin << shift;
     mask |= 255u << shift;
     wanted -= smem.above;
     __syncthreads();
   }
-  return {prefix, wanted};
-}
-
-// Calls emit(position, j, c) for each selected key, positions ascending in element order: warp, then vector, lane and
-// component. Values equal to the threshold are taken in that order, so the lower index wins a tie.
-template <typename Emit>
-__device__ __forceinline__ void emit_selected(SelectSmem& smem, const uint32_t (&keys)[4 * kVectors], int vectors,
-                                              Threshold threshold, const Emit& emit) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  uint32_t greater = 0, equal = 0;  // a byte a vector: at most 128 in a warp
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    if (j < vectors) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        greater += (keys[4 * j + c] > threshold.key ? 1u : 0u) << (8 * j);
-        equal += (keys[4 * j + c] == threshold.key ? 1u : 0u) << (8 * j);
-      }
-    }
-  }
-  const uint32_t greater_upto = warp_inclusive_sum(greater), equal_upto = warp_inclusive_sum(equal);
-  const uint32_t greater_all = __shfl_sync(0xffffffffu, greater_upto, 31);
-  const uint32_t equal_all = __shfl_sync(0xffffffffu, equal_upto, 31);
-  if (lane == 0) {
-    // sums of the four bytes
-    smem.warp_sums[warp] = __dp4a(greater_all, 0x01010101u, 0u) | __dp4a(equal_all, 0x01010101u, 0u) << 16;
-  }
+  if (threadIdx.x == 0) smem.threshold = prefix, smem.equal = wanted;
   __syncthreads();
-  const uint32_t totals = warp_inclusive_sum(smem.warp_sums[lane]);
-  const uint32_t before = warp ? __shfl_sync(0xffffffffu, totals, warp - 1) : 0;
-  uint32_t greater_base = before & 0xffffu, equal_base = before >> 16;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    if (j < vectors) {
-      uint32_t g = greater_base + ((greater_upto - greater) >> (8 * j) & 255u);
-      uint32_t e = equal_base + ((equal_upto - equal) >> (8 * j) & 255u);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const bool is_greater = keys[4 * j + c] > threshold.key, is_equal = keys[4 * j + c] == threshold.key;
-        if (is_greater || (is_equal && e < threshold.equal)) emit(g + min(e, threshold.equal), j, c);
-        g += is_greater;
-        e += is_equal;
-      }
-      greater_base += greater_all >> (8 * j) & 255u;
-      equal_base += equal_all >> (8 * j) & 255u;
-    }
-  }
 }
 
 }  // namespace dsv4

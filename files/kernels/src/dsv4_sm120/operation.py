@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel folder's hook.py declares, and what its hooks ask at each call."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+
+logger = logging.getLogger("dsv4_sm120")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A function of the engine and the AROUND hook for it: hook(original, *args, **kwargs).
+
+    Several operations may share a site; its hook then asks which of them is on. needs: a module that the target's own
+    module imports and that may be missing; without it the engine cannot take that path, and the site is passed over.
+    """
+
+    target: str
+    hook: Callable
+    needs: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One switch of DSV4_SM120_KERNELS: the libraries that it loads and the sites that it needs.
+
+    excludes: operations that make no sense beside it and are left out while it is on.
+    """
+
+    name: str
+    libraries: tuple[str, ...]
+    sites: tuple[Site, ...]
+    excludes: tuple[str, ...] = ()
+
+
+_enabled: set[str] = set()
+_said: set[tuple[str, str]] = set()
+
+
+def strict() -> bool:
+    """Says whether DSV4_SM120_STRICT is on."""
+    return os.environ.get("DSV4_SM120_STRICT", "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def enable(names: set[str]) -> None:
+    """Sets which operations the hooks serve in this process."""
+    _enabled.clear()
+    _enabled.update(names)
+    _said.clear()
+
+
+def enabled(name: str) -> bool:
+    """Says whether an operation is on."""
+    return name in _enabled
+
+
+def fell_back(name: str, reason: str) -> None:
+    """Notes, once for each reason, that a call went to the engine's own function."""
+    if (name, reason) not in _said:
+        _said.add((name, reason))
+        logger.warning("dsv4_sm120: %s goes to the engine's own kernel: %s", name, reason)
+
+
+def failed(name: str, error: Exception) -> None:
+    """Turns an operation off after a failed launch; in strict mode raises the error instead."""
+    if strict():
+        raise error
+    _enabled.discard(name)
+    logger.error("dsv4_sm120: %s is off from here on: %s", name, error)
