@@ -298,7 +298,11 @@ def _ask_gpu(nvml: t.Any, error: type[Exception], handle: t.Any, gpu: dict[str, 
                 gpu[name] = text(value)
 
     def memory() -> tuple[int, int]:
-        info = nvml.nvmlDeviceGetMemoryInfo(handle)
+        # The first version of this call counts what the driver reserves for itself as used, nvidia-smi does not.
+        try:
+            info = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+        except (AttributeError, error):
+            info = nvml.nvmlDeviceGetMemoryInfo(handle)
         return info.total // MIB, info.used // MIB
 
     def process(entry: t.Any) -> dict[str, t.Any]:

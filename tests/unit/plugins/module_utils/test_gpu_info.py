@@ -194,6 +194,15 @@ def test_smi_processes_and_topology():
     assert gpu_info.parse_smi_topology("\tGPU0\tGPU1\nGPU0\tX\tCNS\nGPU1\tOK\tX\n\nLegend:\n  X    = Self\n") == [["self", "chipset_not_supported"], ["ok", "self"]]
 
 
+def test_the_shapes_of_a_real_nvidia_smi():
+    # Headings in a terminal's colours, a blank before each name, other sections with a Total of their own.
+    topo = " \t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
+    assert gpu_info.parse_smi_topology(topo) == [["self", "ok"], ["ok", "self"]]
+    usage = ("GPU 00000000:00:06.0\n    FB Memory Usage\n        Total                 : 143771 MiB\n        Used                  : 0 MiB\n"
+             "    BAR1 Memory Usage\n        Total                 : 262144 MiB\n    Conf Compute Protected Memory Usage\n        Total                 : 0 MiB\n\n")
+    assert gpu_info.parse_smi_bar1(usage + usage.replace("06.0", "07.0").replace("262144 MiB", "[N/A]")) == {"0000:00:06.0": 262144, "0000:00:07.0": None}
+
+
 def test_the_unit_of_a_process_is_told_from_its_cgroup():
     assert gpu_info.unit_of("0::/system.slice/sglang-dsv4-decode.service\n") == "sglang-dsv4-decode.service"
     assert gpu_info.unit_of("0::/user.slice/user-0.slice/session-3.scope/x\n") == "session-3.scope"
