@@ -231,14 +231,13 @@ print(json.dumps(gpu_info.gather(system, pynvml, sources=json.loads(sys.argv[2])
 
 
 class StandIn:
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, library):
+        self.folder, self.library = folder, library
         self.description = json.loads((NVML / "gpus.json").read_text(encoding="utf-8"))
         self.description["driver"]["loaded_version_file"] = str(folder / "proc/driver/nvidia/version")
         for name in ("proc/driver/nvidia", "sys", "bin", "processes"):
             (folder / name).mkdir(parents=True)
-        subprocess.run([str(NVML / "build.sh"), str(folder / "lib")], check=True)
-        (folder / "bin/nvidia-smi").symlink_to(folder / "lib/nvidia-smi")
+        (folder / "bin/nvidia-smi").symlink_to(library / "nvidia-smi")
         self.load("580.95.05")
 
     def load(self, version):
@@ -247,7 +246,7 @@ class StandIn:
 
     def ask(self, *sources):
         (self.folder / "gpus.json").write_text(json.dumps(self.description), encoding="utf-8")
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(self.folder / "lib"), "REHEARSAL_GPUS": str(self.folder / "gpus.json"),
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(self.library), "REHEARSAL_GPUS": str(self.folder / "gpus.json"),
                        "REHEARSAL_GPU_PROCESSES": str(self.folder / "processes"), "PYTHONPATH": str(ROOT / ".collections")}
         done = subprocess.run([sys.executable, "-c", ASK, str(self.folder), json.dumps(sources or ["nvml", "nvidia-smi", "lspci"])],
                               env=environment, capture_output=True, text=True, check=False, timeout=60)
@@ -255,12 +254,19 @@ class StandIn:
         return json.loads(done.stdout)
 
 
-@pytest.fixture
-def stand_in(tmp_path):
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
     pytest.importorskip("pynvml")
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
-    return StandIn(tmp_path)
+    folder = tmp_path_factory.mktemp("nvml")
+    subprocess.run([str(NVML / "build.sh"), str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture
+def stand_in(tmp_path, library):
+    return StandIn(tmp_path, library)
 
 
 def test_eight_gpus_are_read_in_under_a_second(stand_in):
