@@ -17,22 +17,20 @@ import torch
 from .. import _lib
 
 LIBRARY = "sparse_mla"
-TILE = 16
+TILE = 32
 HEAD_DIM = 512
 TOKEN_BYTES = 584
 ITEM_INTS = 8
 RECORD_FLOATS = 16 * 512 + 8 * (8 * 16 + 16)
-# fewest tiles that a team is given before a row is divided among more units
-LEAST_TILES_PER_TEAM = 6
+# fewest tiles that a block is given before a row is divided among more units
+LEAST_TILES_PER_BLOCK = 3
 # rows up to this many tiles (1,024 tokens) are never divided: no plan, no merge in global memory
-UNDIVIDED_TILES = 64
-CLUSTERS = (8, 6, 4, 2, 1)
-# (blocks of a cluster, teams of a block) that are compiled
-LAYOUTS = ((8, 2), (8, 1), (6, 1), (4, 1), (2, 1), (1, 2), (1, 1))
+UNDIVIDED_TILES = 32
+CLUSTERS = (8, 4, 2, 1)
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SCOPE = [_P, _L, _I, _P, _L, _P, _I]
-_DECODE = [_P, _L, _L, _I, _I, *_SCOPE, *_SCOPE, _P, _F, _P, _L, _L, _P, _P, _I, _P, _P, _I, _I, _P]
+_DECODE = [_P, _L, _L, _I, _I, *_SCOPE, *_SCOPE, _P, _F, _P, _L, _L, _P, _P, _I, _P, _P, _I, _P]
 _PLAN = [_P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _I, _P]
 
 
@@ -44,14 +42,13 @@ class Unsupported(ValueError):
 class Shape:
     """How a call is laid over the GPU; follows from sizes alone, never from lengths.
 
-    cluster: blocks that share a unit of work, each of `teams` times four warps. units: the grid's units (at least the rows).
-    least: fewest tiles of a unit. records: merge records needed in global memory. A plan is needed when units > rows.
+    cluster: blocks that share a unit of work. units: the grid's units (at least the rows). least: fewest tiles of a unit.
+    records: merge records needed in global memory. A plan is needed when units > rows.
     """
 
     rows: int
     head_blocks: int
     cluster: int
-    teams: int
     units: int
     least: int
     records: int
@@ -63,36 +60,31 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """multiprocessors, blocks of one team that fit each of them, and the largest cluster to use."""
+    """Multiprocessors, blocks that fit each of them, and the largest cluster to use."""
 
     sms: int
     blocks_per_sm: int
     max_cluster: int = 8
 
 
-def launch_shape(rows: int, heads: int, widths: tuple[int, ...], chip: Gpu, layout: tuple[int, int] | None = None) -> Shape:
-    """Returns the launch for `rows` rows of `heads` heads and index widths `widths`; `layout` forces (cluster, teams).
+def launch_shape(rows: int, heads: int, widths: tuple[int, ...], chip: Gpu, cluster: int | None = None) -> Shape:
+    """Returns the launch for `rows` rows of `heads` heads and index widths `widths`; `cluster` forces its size.
 
-    The cluster is the largest that lets every row have one at the same time; blocks get a second team while there is an SM
-    for each. A row can have more units when there is room for them and its width could fill them.
+    The cluster is the largest that lets every row have one at the same time. A row can have more units when there is room
+    for them and its width could fill them.
     """
     head_blocks = -(-heads // 16)
     slots = chip.sms * chip.blocks_per_sm
-    if layout is None:
+    if cluster is None:
         cluster = next((c for c in CLUSTERS if c <= chip.max_cluster and rows * head_blocks * c <= slots), 1)
-        teams = 2 if (cluster, 2) in LAYOUTS and rows * head_blocks * cluster <= chip.sms else 1
-    else:
-        cluster, teams = layout
-    if teams == 2:
-        slots = chip.sms
-    least = LEAST_TILES_PER_TEAM * cluster * teams
+    least = LEAST_TILES_PER_BLOCK * cluster
     room = max(1, slots // (cluster * head_blocks))
     widest = sum(-(-width // TILE) for width in widths)
     most = 1 if widest <= UNDIVIDED_TILES else -(-widest // least)
     units = min(max(room, rows + room // 4), rows * most)
     # only rows of two units or more write records: n <= 2 (n - 1)
     records = 2 * (units - rows) * head_blocks
-    return Shape(rows, head_blocks, cluster, teams, units, least, records)
+    return Shape(rows, head_blocks, cluster, units, least, records)
 
 
 @functools.cache
@@ -105,8 +97,8 @@ def gpu(index: int) -> Gpu:
     cluster = int(os.environ.get("DSV4_SM120_MLA_CLUSTER") or 8)
     if cluster not in CLUSTERS:
         raise Unsupported(f"DSV4_SM120_MLA_CLUSTER={cluster} is none of {CLUSTERS}")
-    # three by registers, two by sm_120's 100 KB of shared memory
-    return Gpu(properties.multi_processor_count, 3 if capability == (9, 0) else 2, cluster)
+    # two by registers, one by sm_120's 100 KB of shared memory
+    return Gpu(properties.multi_processor_count, 2 if capability == (9, 0) else 1, cluster)
 
 
 class Workspace:
@@ -136,7 +128,7 @@ _workspaces: dict[int, Workspace] = {}
 
 
 def workspace(device: torch.device) -> Workspace:
-    """Returns the workspace of a GPU, made at the first call (about 30 MB on 132 SMs)."""
+    """Returns the workspace of a GPU, made at the first call (about 20 MB on 132 SMs)."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     found = _workspaces.get(index)
     if found is None:
@@ -229,7 +221,7 @@ def sparse_mla_decode(
     extra_topk_length: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
-    layout: tuple[int, int] | None = None,
+    cluster: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends each row of `q` to its listed tokens of one or two caches.
 
@@ -268,7 +260,7 @@ def sparse_mla_decode(
 
     chip = gpu(device.index if device.index is not None else torch.cuda.current_device())
     widths = (first.width, second.width if second else 0)
-    shape = launch_shape(rows, heads, widths, chip, layout)
+    shape = launch_shape(rows, heads, widths, chip, cluster)
     space = workspace(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     with torch.cuda.device(device):
@@ -279,7 +271,7 @@ def sparse_mla_decode(
             *(second.arguments() if second else [None, 0, 0, None, 0, None, 0]),
             _address(attn_sink), softmax_scale,
             out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(),
-            _address(items), shape.units, space.partial.data_ptr(), space.counters.data_ptr(), shape.cluster, shape.teams, stream,
+            _address(items), shape.units, space.partial.data_ptr(), space.counters.data_ptr(), shape.cluster, stream,
         )  # fmt: skip
     _lib.check(LIBRARY, "sparse_mla_decode", code)
     return out, lse

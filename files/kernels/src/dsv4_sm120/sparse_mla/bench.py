@@ -169,7 +169,7 @@ def empty_call():
         code = decode(
             c["q"].data_ptr(), 8192, 512, 1, 16, cache.data_ptr(), cache.stride(0), 6, indices.data_ptr(), 16, None, 16,
             None, 0, 0, None, 0, None, 0, None, SCALE, out.data_ptr(), 8192, 512, None, items.data_ptr(), 1,
-            space.partial.data_ptr(), space.counters.data_ptr(), 1, 1, torch.cuda.current_stream().cuda_stream,
+            space.partial.data_ptr(), space.counters.data_ptr(), 1, torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
         _lib.check(mla.LIBRARY, "empty", code)
 
@@ -215,11 +215,10 @@ def main(argv: list[str] | None = None) -> int:
                 torch.cuda.synchronize()
                 line["error"], line["lse_error"] = error(out, want), (lse.double() - want_lse).abs().max().item()
                 if options.sweep:
-                    for layout in mla.LAYOUTS:
-                        if rows * heads // 16 * layout[0] <= 2000:
-                            line["%dx%d" % layout] = timer(graph_of(lambda: mla.sparse_mla_decode(**c, layout=layout)), 60)
+                    for cluster in mla.CLUSTERS:
+                        line[f"cluster {cluster}"] = timer(graph_of(lambda: mla.sparse_mla_decode(**c, cluster=cluster)), 60)
                 chosen = mla.launch_shape(rows, heads, (128, c["extra_indices"].shape[1] if "extra_k_cache" in c else 0), mla.gpu(0))
-                line["layout"], line["units"] = "%dx%d" % (chosen.cluster, chosen.teams), chosen.units
+                line["cluster"], line["units"] = chosen.cluster, chosen.units
                 if chosen.planned:
                     # the plan is made once a step: time the layer without it, and it alone
                     line["with_plan_us"] = timer(graph_of(lambda: mla.sparse_mla_decode(**c)))

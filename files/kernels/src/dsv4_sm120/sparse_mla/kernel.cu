@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse-MLA decode over the DeepSeek-V4 fp8 latent cache, by portable mma.sync (sm_90 and sm_120). See NOTES.md.
 //
-// A team of four warps runs 16 query heads over tiles of 16 cached tokens. Warp w owns latent dimensions
-// [128 w, 128 w + 128), as keys and as values; what the warps of a team exchange is their share of the 16 x 16 scores, once
-// a tile.
+// A block of eight warps runs 16 query heads over tiles of 32 cached tokens. Warp w owns latent dimensions
+// [64 w, 64 w + 64), as keys and as values: one scale group, the last one the rope dimensions.
 //
 //  * keys and values stay e4m3 in shared memory; fragments are converted to f16, which is exact and one instruction per
-//    pair. A token's ue8m0 scale never touches them: for keys it multiplies the fp32 partial score of its group of 64
-//    dimensions, for values it is added to the exponent of the softmax, which each group keeps with a maximum of its
-//    own. So nothing overflows f16 and the probabilities are f16 in [0, 1].
-//  * the 64 rope dimensions (the last half of warp 3) are bf16 in the cache and use bf16 mma.
+//    pair. A token's ue8m0 scale never touches them: it multiplies the fp32 share of the score that its group makes, and
+//    the probability that its group's values are multiplied by, relative to the group's largest scale. So f16 holds all.
+//  * the 64 rope dimensions are bf16 in the cache and use bf16 mma.
+//  * the warps exchange their shares of the scores through shared memory; each then makes the probabilities of two heads.
 //  * the blocks of a cluster share one unit of work (a range of tiles of one row) and merge through distributed shared
 //    memory, each block a slice of the output columns. A row of several units is merged from global memory by the last
 //    block to arrive, again per slice.
@@ -26,10 +25,11 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kTeam = 128;        // threads that share a tile: four warps
-constexpr int kTile = 16;
-constexpr int kStages = 4;
-constexpr int kListed = 8;       // tiles whose tokens are looked up at a time: one thread each
+constexpr int kWarps = 8;         // one for each value group
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = 32;
+constexpr int kStages = 3;
+constexpr int kListed = 8;        // tiles whose tokens are looked up ahead
 constexpr int kRowBytes = 576;
 constexpr int kGroups = 8;        // seven of nope, one of rope
 constexpr int kScaleBytes = 8;    // per token, the eighth is padding that nothing wrote
@@ -43,29 +43,38 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 // stands for "nothing seen": finite, so that the difference of two of them is 0 and not NaN
 constexpr float kNothing = -1e30f;
-// The reference of a running softmax moves only when a score exceeds it by a factor of 2^8; probabilities up to that are as
-// exact in f16 as those up to 1, and the sums need not be rescaled at every tile.
-constexpr float kSlack = 8.f;
+// References move only when they are exceeded by this: a row's maximum by 2^3, a group's largest scale by 2^2. Probabilities
+// times scales are kept 2^10 above their reference, so they reach 2^15 in f16 and are normal numbers down to 2^-14.
+constexpr float kScoreSlack = 3.f;
+constexpr int kScaleSlack = 2;
+constexpr int kLift = 10;
 
-// Of one team.
 struct Smem {
   // the ring of gathered rows; after the last tile the 32 KiB of output sums lie here
   alignas(128) unsigned char raw[kStages][kTile * kRowBytes];
-  // after the last tile, of a block's first team: the weights of the merge
-  alignas(16) float4 exchange[2][4][2][32];
+  // each warp's share of the scores, [warp][8 tokens][lane]; after the last tile the weights of the merge
+  alignas(16) float4 exchange[kWarps][4][32];
+  // probabilities as fragments, [16 tokens][lane]
+  alignas(16) uint4 prob_f16[2][32];
+  alignas(16) uint4 prob_bf16[2][32];
   alignas(16) unsigned char scales[kStages][kTile * kScaleBytes];
+  // a tile's scales as factors, for each warp's group, [column quad][8 tokens][low or high column]
+  alignas(16) float score_factor[kWarps][4][8];
+  alignas(16) unsigned short value_factor[kWarps][4][8];
   // addresses of the next tiles' rows and of their scales
   alignas(16) unsigned long long row_at[kListed][kTile];
   alignas(16) unsigned long long scale_at[kListed][kTile];
   unsigned valid[2 * kListed];
-  float exponent[kGroups][16];  // reference of each value group's softmax; the last one is the softmax's own
+  float query_top[kWarps][16];
+  float alpha[16];     // by how much a row's sums shrink at this tile
+  float top[16];       // reference of a row's softmax
   float sum[16];
+  float shift[kGroups];  // log2 of what a group's sums are to be multiplied by, beside the reference
   int last;
 };
 static_assert(sizeof(float) * 16 * 512 <= sizeof(Smem::raw), "output sums reuse the ring");
-static_assert(sizeof(float) * 16 * 128 <= sizeof(Smem::exchange), "weights of sixteen sources");
-// two blocks of one team, or one of two, on an sm_120 SM
-static_assert(sizeof(Smem) <= 50176, "shared memory of a team");
+static_assert(sizeof(float) * (8 + 2) * 128 <= sizeof(Smem::exchange), "weights of eight sources");
+static_assert(sizeof(Smem) <= dsv4::kMaxBlockSmem, "shared memory of a block");
 
 // what a list entry without a token points at: its values and scales take no part, but 0 x NaN would
 __device__ const uint4 kZeroRow[kRowBytes / 16] = {};
@@ -173,10 +182,10 @@ __device__ __forceinline__ int swizzle(int row, int chunk) { return chunk ^ (row
 __device__ __forceinline__ int row_of_column(int n) { return n & 1 ? 4 + ((n >> 1) ^ 1) : n >> 1; }
 
 struct Lane {
-  int lane, warp, g, c;  // warp within the team; g and c: the row and column quad of an mma fragment
+  int lane, warp, g, c;  // g and c: the row and column quad of an mma fragment
 };
 
-// Issues this warp's quarter of a tile's copies: four tokens. A whole warp takes 512 bytes of a row at once: one request
+// Issues this warp's share of a tile's copies: four tokens. A whole warp takes 512 bytes of a row at once: one request
 // and one address translation for them, where a warp that fetched its own columns of many rows would need one for each.
 __device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile) {
   const int list = tile % kListed, first = 4 * t.warp;
@@ -259,44 +268,6 @@ __device__ __forceinline__ void values(float (&o)[8][4], const unsigned (&p)[4],
   }
 }
 
-// The largest of a thread quad's values of each of its two rows.
-__device__ __forceinline__ void row_maximum(float (&m)[2], const float (&x)[2][4]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) m[h] = fmaxf(fmaxf(x[0][2 * h], x[0][2 * h + 1]), fmaxf(x[1][2 * h], x[1][2 * h + 1]));
-#pragma unroll
-  for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], 1));
-#pragma unroll
-  for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], 2));
-}
-
-// The running sums of one value group of 64 columns.
-struct Group {
-  float o[8][4];
-  float top[2];  // reference exponent of rows g and g + 8
-
-  // Raises the references to `m` and returns by what the sums shrank.
-  __device__ __forceinline__ void raise(const float (&m)[2], float (&alpha)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float to = fmaxf(top[h], m[h]);
-      alpha[h] = exp2_fast(top[h] - to);
-      top[h] = to;
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[n][i] *= alpha[i >> 1];
-  }
-};
-
-template <bool kBf16>
-__device__ __forceinline__ void pack_probabilities(unsigned (&p)[4], const float (&e)[2][4]) {
-#pragma unroll
-  for (int j = 0; j < 2; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) p[2 * j + h] = pack<kBf16>(e[j][2 * h], e[j][2 * h + 1]);
-}
-
 // Eight bf16 of a query row, or zeros for a head that does not exist.
 __device__ __forceinline__ uint4 load_query(const __nv_bfloat16* row, int dim) {
   return row == nullptr ? make_uint4(0, 0, 0, 0) : __ldg(reinterpret_cast<const uint4*>(row + dim));
@@ -305,8 +276,8 @@ __device__ __forceinline__ uint4 load_query(const __nv_bfloat16* row, int dim) {
 __device__ __forceinline__ __nv_bfloat162 as_bf16x2(unsigned v) { return *reinterpret_cast<__nv_bfloat162*>(&v); }
 __device__ __forceinline__ unsigned as_bits(__nv_bfloat162 v) { return *reinterpret_cast<unsigned*>(&v); }
 
-// One row's 16 values of a group as fragment halves, times a power of two that brings the largest of the warp's values of
-// that row to [2^11, 2^12): exact in f16 but for values 2^25 times smaller than that one.
+// One row's 16 values of a group as fragment halves, times a power of two that brings the row's largest value to
+// [2^11, 2^12): exact in f16 but for values 2^25 times smaller than that one.
 template <bool kRope>
 __device__ __forceinline__ void query_fragments(unsigned (&q)[16], const uint4 (&raw)[2], __nv_bfloat162 factor, int h) {
   const unsigned w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
@@ -319,133 +290,156 @@ __device__ __forceinline__ void query_fragments(unsigned (&q)[16], const uint4 (
     }
 }
 
-__device__ __forceinline__ float largest(const uint4 (&a)[2], const uint4 (&b)[2]) {
-  const unsigned w[16] = {a[0].x, a[0].y, a[0].z, a[0].w, a[1].x, a[1].y, a[1].z, a[1].w,
-                          b[0].x, b[0].y, b[0].z, b[0].w, b[1].x, b[1].y, b[1].z, b[1].w};
+__device__ __forceinline__ float largest(const uint4 (&a)[2]) {
+  const unsigned w[8] = {a[0].x, a[0].y, a[0].z, a[0].w, a[1].x, a[1].y, a[1].z, a[1].w};
   __nv_bfloat162 m = as_bf16x2(0);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) m = __hmax2(m, __habs2(as_bf16x2(w[i])));
+  for (int i = 0; i < 8; ++i) m = __hmax2(m, __habs2(as_bf16x2(w[i])));
   return fmaxf(__low2float(m), __high2float(m));
 }
 
-template <int kTeams>
-__device__ __forceinline__ void team_barrier(int team) {
-  if constexpr (kTeams == 1) {
-    __syncthreads();
-  } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeam) : "memory");
-  }
+// The block's barrier, also where warps reach it in different code.
+__device__ __forceinline__ void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
+__device__ __forceinline__ bool barrier_any(bool mine) {
+  unsigned any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 0, p; selp.u32 %0, 1, 0, q; }"
+      : "=r"(any) : "r"(static_cast<unsigned>(mine)) : "memory");
+  return any != 0;
 }
 
-// The tiles of a team. kRope: of its last warp, whose second group is the rope dimensions. `look_up` and `list` keep the list
-// of tokens filled.
-template <bool kRope, int kTeams, class LookUp, class List>
-__device__ __forceinline__ void attend(Smem& sm, const Lane& t, int team, int count, const unsigned (&q0)[16], const unsigned (&q1)[16],
-                                       const float (&qk)[2], Group& a, Group& b, float (&sum)[2], LookUp look_up, List list) {
-  const int chunk0 = 8 * t.warp, chunk1 = chunk0 + 4;
-  // The rope half has no scale: 2^0 takes the place of the byte that nothing wrote.
-  constexpr unsigned keep = kRope ? 0xffu : 0xffffu, put = kRope ? 127u << 8 : 0u;
-  const int token_of[4] = {t.c, 4 + (t.c ^ 1), 8 + t.c, 12 + (t.c ^ 1)};
-  int index = -1;
+__device__ __forceinline__ unsigned multiply_f16(unsigned a, unsigned b) {
+  const __half2 r = __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<const unsigned*>(&r);
+}
+
+// The block's tiles, for a warp of one value group; kRope: the last one. `look_up` and `list` keep the list of tokens filled.
+//
+// Two barriers a tile. Up to the first, every warp makes its group's share of the 16 x 32 scores. Behind it, warp w adds the
+// shares of rows w and w + 8 and makes their probabilities; behind the second, every warp multiplies its group's values.
+template <bool kRope, class LookUp, class List>
+__device__ __forceinline__ void attend(Smem& sm, const Lane& t, int count, float scale_log2, const unsigned (&q)[16], float (&o)[8][4],
+                                       LookUp look_up, List list) {
+  const int chunk0 = 4 * t.warp;
+  // this lane's part of the softmax: row warp + 8 (lane & 1), columns 2c and 2c + 1 of tokens 8j ... 8j + 7
+  const int h = t.lane & 1, c = t.lane >> 1 & 3, j = t.lane >> 3;
+  const unsigned low_bit = 1u << (8 * j + c), high_bit = 1u << (8 * j + 4 + (c ^ 1));
+  float top = kNothing, sum = 0.f;
+  int largest_scale = -1000, index = -1;
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const unsigned char* stage = sm.raw[i % kStages];
-    const unsigned char* scales = sm.scales[i % kStages] + 2 * t.warp;
-    // this thread's tokens: columns 2c and 2c + 1 of the two mma tiles
-    float f0[4], f1[4];
-    unsigned bytes[4];
+    bool poisoned = false;
+    if constexpr (!kRope) {
+      // lane n takes care of token n's scale: at column quad (n & 3) of the low columns, of the high ones crosswise
+      const int byte = sm.scales[i % kStages][t.lane * kScaleBytes + t.warp];
+      if (__any_sync(~0u, byte > largest_scale + kScaleSlack)) {
+        // ue8m0 255 is NaN, and one such token makes its rows NaN
+        poisoned = __any_sync(~0u, byte == 255);
+        const int now = __reduce_max_sync(~0u, byte == 255 ? 0 : byte);
+        if (now > largest_scale) {
+          const float alpha = exp2_fast(static_cast<float>(largest_scale - now));
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      bytes[k] = (*reinterpret_cast<const unsigned short*>(scales + token_of[k] * kScaleBytes) & keep) | put;
+          for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) o[n][k] *= alpha;
+          largest_scale = now;
+        }
+      }
+      const int quad = t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3, at = 2 * (t.lane >> 3) + (t.lane >> 2 & 1);
       // 2^(byte - 127); 2^-127 becomes 0 here, which no score can tell
-      f0[k] = __uint_as_float(bytes[k] << 23 & 0x7f800000u);
-      f1[k] = __uint_as_float(bytes[k] << 15 & 0x7f800000u);
+      sm.score_factor[t.warp][quad][at] = __uint_as_float(static_cast<unsigned>(byte) << 23);
+      // 2^(byte - largest + lift) in f16, 0 below 2^-14
+      sm.value_factor[t.warp][quad][at] = static_cast<unsigned short>(min(max(byte - largest_scale + kLift + 15, 0), 30) << 10);
+      __syncwarp();
     }
-    const unsigned own = (*reinterpret_cast<const unsigned short*>(scales + (t.lane & 15) * kScaleBytes) & keep) | put;
-    const bool poisoned = __any_sync(~0u, (own & 0xff) == 0xff || own >> 8 == 0xff);
-    float s[2][4];
-    {
-      float x[2][4], y[2][4];
-      scores<false>(x, q0, stage, t, chunk0);
-      scores<kRope>(y, q1, stage, t, chunk1);
+    float s[4][4];
+    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[0]), q, stage, t, chunk0);
+    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[2]), q, stage + 16 * kRowBytes, t, chunk0);
+    if constexpr (!kRope) {
+      const float4* factors = reinterpret_cast<const float4*>(sm.score_factor[t.warp][t.c]);
+      const float4 f0 = factors[0], f1 = factors[1];
+      const float f[8] = {f0.x, f0.y, f0.z, f0.w, f1.x, f1.y, f1.z, f1.w};
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
+      for (int n = 0; n < 4; ++n)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) s[j][k] = (x[j][k] * f0[2 * j + (k & 1)] + y[j][k] * f1[2 * j + (k & 1)]) * qk[k >> 1];
+        for (int k = 0; k < 4; ++k) s[n][k] *= f[2 * n + (k & 1)];
+      if (poisoned) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) s[n][k] = __uint_as_float(0x7fffffffu);
+      }
     }
-    // ue8m0 255 is NaN, and one such token makes its rows NaN
-    if (poisoned) {
+    // turned by 64 bytes from tile to tile of 8, so that the reads below touch all banks
 #pragma unroll
-      for (int k = 0; k < 4; ++k) s[0][k] = s[1][k] = __uint_as_float(0x7fffffffu);
-    }
-    float4(*exchange)[2][32] = sm.exchange[i & 1];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) exchange[t.warp][j][t.lane] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
-    // The next tile's rows have to be there for all warps behind the barrier. It is the only one of a tile: it also says
-    // that the last tile's stage has been read, and the exchange of two tiles ago.
-    copy_wait<kStages - 3>();
-    team_barrier<kTeams>(team);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float4 w0 = exchange[0][j][t.lane], w1 = exchange[1][j][t.lane], w2 = exchange[2][j][t.lane], w3 = exchange[3][j][t.lane];
-      // the same order in every warp, so that all of them hold the same score
-      s[j][0] = (w0.x + w1.x) + (w2.x + w3.x);
-      s[j][1] = (w0.y + w1.y) + (w2.y + w3.y);
-      s[j][2] = (w0.z + w1.z) + (w2.z + w3.z);
-      s[j][3] = (w0.w + w1.w) + (w2.w + w3.w);
-    }
+    for (int n = 0; n < 4; ++n) sm.exchange[t.warp][n][(t.lane + 4 * n) & 31] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+    barrier();
+    // every warp has left the last tile's values behind: its stage is free
     if (i + kStages - 1 < count) gather(sm, t, i + kStages - 1);
     copy_commit();
-    // every fourth tile four more are listed: looked up at one tile, written behind the next one's barrier
-    if (!kRope && t.warp < 2 && i + kListed - 1 < count) {
-      if (i % 4 == 0) index = look_up(i + kListed);
-      if (i % 4 == 1) list(i - 1 + kListed, index);
+    // every fourth tile four more are listed: looked up at one tile, written at the next
+    if (!kRope && t.warp < 4 && i + kListed - 2 < count) {
+      if (i % 4 == 1) index = look_up(i - 1 + kListed);
+      if (i % 4 == 2) list(i - 2 + kListed, index);
+    }
+    float2 x = make_float2(0.f, 0.f);
+    {
+      float2 w[kWarps];
+#pragma unroll
+      for (int n = 0; n < kWarps; ++n) w[n] = reinterpret_cast<const float2*>(&sm.exchange[n][j][(4 * t.warp + c + 4 * j) & 31])[h];
+      x.x = ((w[0].x + w[1].x) + (w[2].x + w[3].x)) + ((w[4].x + w[5].x) + (w[6].x + w[7].x));
+      x.y = ((w[0].y + w[1].y) + (w[2].y + w[3].y)) + ((w[4].y + w[5].y) + (w[6].y + w[7].y));
     }
     const unsigned valid = sm.valid[i % (2 * kListed)];
-    if (valid != 0xffff) {
+    x.x = valid & low_bit ? x.x * scale_log2 : -INFINITY;
+    x.y = valid & high_bit ? x.y * scale_log2 : -INFINITY;
+    float m = fmaxf(x.x, x.y);
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
+    const bool moved = m > top + kScoreSlack;
+    const float alpha = moved ? exp2_fast(top - m) : 1.f;
+    if (moved) top = m;
+    x.x = exp2_fast(x.x - top);
+    x.y = exp2_fast(x.y - top);
+    sum = sum * alpha + (x.x + x.y);
+    const int to = 2 * (j & 1) + h;
+    reinterpret_cast<unsigned*>(&sm.prob_f16[j >> 1][4 * t.warp + c])[to] = pack<false>(x.x, x.y);
+    reinterpret_cast<unsigned*>(&sm.prob_bf16[j >> 1][4 * t.warp + c])[to] = pack<true>(x.x, x.y);
+    if (t.lane < 2) sm.alpha[t.warp + 8 * h] = alpha;
+    // the next tile's rows have to be there for all warps behind the barrier
+    copy_wait<kStages - 2>();
+    if (barrier_any(moved)) {
+      const float shrink[2] = {sm.alpha[t.g], sm.alpha[t.g + 8]};
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
+      for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          if (!(valid >> token_of[2 * j + (k & 1)] & 1)) s[j][k] = -INFINITY;
+        for (int k = 0; k < 4; ++k) o[n][k] *= shrink[k >> 1];
     }
-    // The scales of the values, as exponents: x = score + log2(scale). Each group's softmax has a reference of its own.
-    float x[2][4], y[2][4];
+    uint4 f = make_uint4(0, 0, 0, 0);
+    if constexpr (!kRope) f = *reinterpret_cast<const uint4*>(sm.value_factor[t.warp][t.c]);
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const unsigned both = bytes[2 * j + (k & 1)];
-        x[j][k] = s[j][k] + (__uint_as_float(0x4b000000u | (both & 255)) - 8388735.f);
-        y[j][k] = kRope ? s[j][k] : s[j][k] + (__uint_as_float(0x4b000000u | both >> 8) - 8388735.f);
+    for (int k = 0; k < 2; ++k) {
+      const uint4 v = kRope ? sm.prob_bf16[k][t.lane] : sm.prob_f16[k][t.lane];
+      unsigned p[4] = {v.x, v.y, v.z, v.w};
+      if constexpr (!kRope) {
+        const unsigned f0 = k ? f.z : f.x, f1 = k ? f.w : f.y;
+        p[0] = multiply_f16(p[0], f0), p[1] = multiply_f16(p[1], f0), p[2] = multiply_f16(p[2], f1), p[3] = multiply_f16(p[3], f1);
       }
-    float m[2], n[2];
-    row_maximum(m, x);
-    row_maximum(n, y);
-    const bool over = m[0] > a.top[0] + kSlack || m[1] > a.top[1] + kSlack || n[0] > b.top[0] + kSlack || n[1] > b.top[1] + kSlack;
-    if (__any_sync(~0u, over)) {
-      float alpha[2];
-      a.raise(m, alpha);
-      b.raise(n, alpha);
-      if constexpr (kRope) sum[0] *= alpha[0], sum[1] *= alpha[1];
+      values<kRope>(o, p, stage + 16 * k * kRowBytes, t, chunk0);
     }
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        x[j][k] = exp2_fast(x[j][k] - a.top[k >> 1]);
-        y[j][k] = exp2_fast(y[j][k] - b.top[k >> 1]);
-      }
-    unsigned p[4], r[4];
-    pack_probabilities<false>(p, x);
-    pack_probabilities<kRope>(r, y);
-    values<false>(a.o, p, stage, t, chunk0);
-    values<kRope>(b.o, r, stage, t, chunk1);
-    if constexpr (kRope) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) sum[h] += (y[0][2 * h] + y[0][2 * h + 1]) + (y[1][2 * h] + y[1][2 * h + 1]);
-    }
+    // the factors are this warp's own
+    if constexpr (!kRope) __syncwarp();
   }
+#pragma unroll
+  for (int d = 2; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (t.lane < 2) {
+    sm.top[t.warp + 8 * h] = top;
+    sm.sum[t.warp + 8 * h] = sum;
+  }
+  if (t.lane == 0) sm.shift[t.warp] = kRope ? 0.f : static_cast<float>(largest_scale - 127 - kLift);
 }
 
 __device__ __forceinline__ float4 weighted(float4 acc, float w, float4 v) {
@@ -469,96 +463,91 @@ __device__ __forceinline__ void store_output(const Params& p, float4 v, int row,
   *reinterpret_cast<uint2*>(p.out + row * p.out_row + head * p.out_head + dim) = packed;
 }
 
-// kCluster blocks of kTeams teams share a unit of work.
-template <int kCluster, int kTeams>
-__global__ void __launch_bounds__(kTeams* kTeam, kTeams == 1 ? 3 : 1) sparse_mla_decode(const __grid_constant__ Params p) {
+// The blocks of a cluster share a unit of work.
+template <int kCluster>
+__global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
-  constexpr int kThreads = kTeams * kTeam;
-  constexpr int kSources = kCluster * kTeams;
-  // broadcast, so that the compiler knows it uniform
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int team = kTeams == 1 ? 0 : warp / 4;
-  const int thread = kTeams == 1 ? threadIdx.x : threadIdx.x % kTeam;
-  Smem* teams = reinterpret_cast<Smem*>(memory);
-  Smem& sm = teams[team];
+  Smem& sm = *reinterpret_cast<Smem*>(memory);
   Lane t;
   t.lane = threadIdx.x & 31;
-  t.warp = warp % 4;
+  // broadcast, so that the compiler knows it uniform
+  t.warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   t.g = t.lane >> 2;
   t.c = t.lane & 3;
   const int rank = kCluster == 1 ? 0 : blockIdx.x % kCluster;
   const int head0 = 16 * blockIdx.y;
   const long long unit = blockIdx.x / kCluster;
 
-  int row, part = 0, parts = 1, begin = 0, end = 0, length0, length1;
+  // Without a plan a unit is a row, and taken for full until its lengths are known: its first indices travel meanwhile.
+  int row = static_cast<int>(unit), part = 0, parts = 1, begin = 0, length0 = p.scope[0].width, length1 = p.scope[1].width;
+  int end = tiles_of(length0) + tiles_of(length1);
   long long slot = 0;
-  if (p.items == nullptr) {
-    // no row is long enough to be divided among units
-    row = static_cast<int>(unit);
-    if (row >= p.rows) return;
-    length0 = clamped_length(p.scope[0], row), length1 = clamped_length(p.scope[1], row);
-    end = tiles_of(length0) + tiles_of(length1);
-  } else {
+  if (p.items != nullptr) {
     // {row, first tile, end tile, part | parts << 16}, {length 0, length 1, slot of part 0, unused}
     const int4 work = __ldg(reinterpret_cast<const int4*>(p.items) + 2 * unit);
     const int4 planned = __ldg(reinterpret_cast<const int4*>(p.items) + 2 * unit + 1);
     row = work.x;
-    // the whole cluster leaves together
-    if (row < 0 || row >= p.rows) return;
     begin = work.y, end = work.z;
     part = work.w & 0xffff, parts = work.w >> 16;
     length0 = planned.x, length1 = planned.y, slot = planned.z;
-    const int actual0 = clamped_length(p.scope[0], row), actual1 = clamped_length(p.scope[1], row);
-    if (actual0 != length0 || actual1 != length1) {
-      // The plan is of other lengths. It stays right, and slow: the row's first unit takes all of it.
-      if (part != 0) return;
-      parts = 1;
-      length0 = actual0, length1 = actual1;
-      begin = 0, end = tiles_of(length0) + tiles_of(length1);
-    }
   }
-  const int tiles0 = tiles_of(length0);
-  const int source = rank * kTeams + team;
-  const int tile = begin + (end - begin) * source / kSources;
-  const int count = begin + (end - begin) * (source + 1) / kSources - tile;
+  // the whole cluster leaves together
+  if (row < 0 || row >= p.rows) return;
 
-  // the listed token of this thread in the team's tile j (or behind it, for every 16 threads), -1 for none
+  int tile, count, tiles0;
+  auto share = [&] {
+    tiles0 = tiles_of(length0);
+    tile = begin + (end - begin) * rank / kCluster;
+    count = begin + (end - begin) * (rank + 1) / kCluster - tile;
+  };
+  // this lane's token of the block's tile j + warp, -1 for none
   auto look_up = [&](int j) -> int {
-    j += thread / kTile;
+    j += t.warp;
     const int at = tile + j;
     const bool first = at < tiles0;
-    const int position = (first ? at : at - tiles0) * kTile + thread % kTile;
+    const int position = (first ? at : at - tiles0) * kTile + t.lane;
     if (j >= count || position >= (first ? length0 : length1)) return -1;
-    const Scope& s = p.scope[first ? 0 : 1];
-    return __ldg(s.indices + row * s.indices_stride + position);
+    const int* from = first ? p.scope[0].indices : p.scope[1].indices;
+    return __ldg(from + row * (first ? p.scope[0].indices_stride : p.scope[1].indices_stride) + position);
   };
   auto list = [&](int j, int index) {
-    j += thread / kTile;
-    const Scope& s = p.scope[tile + j < tiles0 ? 0 : 1];
-    const unsigned mask = __ballot_sync(~0u, index >= 0);
-    const int offset = index & ((1 << s.page_shift) - 1);
-    const unsigned char* page = s.cache + (index >> s.page_shift) * s.pitch;
+    j += t.warp;
+    const bool first = tile + j < tiles0;
+    const int shift = first ? p.scope[0].page_shift : p.scope[1].page_shift;
+    const unsigned char* cache = first ? p.scope[0].cache : p.scope[1].cache;
+    const int offset = index & ((1 << shift) - 1);
+    const unsigned char* page = cache + (index >> shift) * (first ? p.scope[0].pitch : p.scope[1].pitch);
     const unsigned char* at = page + offset * kRowBytes;
-    const unsigned char* scale = page + (static_cast<long long>(kRowBytes) << s.page_shift) + offset * kScaleBytes;
+    const unsigned char* scale = page + (static_cast<long long>(kRowBytes) << shift) + offset * kScaleBytes;
     if (index < 0) at = scale = reinterpret_cast<const unsigned char*>(kZeroRow);
-    sm.row_at[j % kListed][thread % kTile] = reinterpret_cast<unsigned long long>(at);
-    sm.scale_at[j % kListed][thread % kTile] = reinterpret_cast<unsigned long long>(scale);
-    if (thread % kTile == 0) sm.valid[j % (2 * kListed)] = t.lane == 0 ? mask & 0xffff : mask >> 16;
+    sm.row_at[j % kListed][t.lane] = reinterpret_cast<unsigned long long>(at);
+    sm.scale_at[j % kListed][t.lane] = reinterpret_cast<unsigned long long>(scale);
+    const unsigned mask = __ballot_sync(~0u, index >= 0);
+    if (t.lane == 0) sm.valid[j % (2 * kListed)] = mask;
   };
-  const int index = look_up(0);
+  share();
+  int index = look_up(0);
+  const int actual0 = clamped_length(p.scope[0], row), actual1 = clamped_length(p.scope[1], row);
 
-  uint4 raw0[2][2], raw1[2][2];
+  uint4 raw[2][2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = head0 + t.g + 8 * h;
-    const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head + 128 * t.warp : nullptr;
-    raw0[h][0] = load_query(from, 16 * t.c);
-    raw0[h][1] = load_query(from, 16 * t.c + 8);
-    raw1[h][0] = load_query(from, 64 + (t.warp < 3 ? 16 * t.c : 8 * t.c));
-    raw1[h][1] = load_query(from, 64 + (t.warp < 3 ? 16 * t.c + 8 : 8 * t.c + 32));
+    const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head + 64 * t.warp : nullptr;
+    raw[h][0] = load_query(from, t.warp < 7 ? 16 * t.c : 8 * t.c);
+    raw[h][1] = load_query(from, t.warp < 7 ? 16 * t.c + 8 : 8 * t.c + 32);
+  }
+  if (actual0 != length0 || actual1 != length1) {
+    // A plan of other lengths stays right, and slow: the row's first unit takes all of it.
+    if (part != 0) return;
+    parts = 1;
+    length0 = actual0, length1 = actual1;
+    begin = 0, end = tiles_of(length0) + tiles_of(length1);
+    share();
+    index = look_up(0);
   }
   list(0, index);
-  team_barrier<kTeams>(team);
+  barrier();
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
     if (i < count) gather(sm, t, i);
@@ -567,76 +556,73 @@ __global__ void __launch_bounds__(kTeams* kTeam, kTeams == 1 ? 3 : 1) sparse_mla
   }
 
   // Query fragments, while the first tiles travel.
-  unsigned q0[16], q1[16];
-  float qk[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float m = largest(raw0[h], raw1[h]);
+    float m = largest(raw[h]);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    int e = static_cast<int>(__float_as_uint(m) >> 23) - 127;
-    // zeros, infinities and the far ends keep the factor a normal number; an infinity stays one
-    e = min(max(e, -100), 100);
-    const __nv_bfloat162 factor = as_bf16x2(static_cast<unsigned>(11 - e + 127) * 0x00800080u);
-    qk[h] = p.scale_log2 * __uint_as_float(static_cast<unsigned>(e - 11 + 127) << 23);
-    query_fragments<false>(q0, raw0[h], factor, h);
-    if (t.warp < 3) {
-      query_fragments<false>(q1, raw1[h], factor, h);
-    } else {
-      query_fragments<true>(q1, raw1[h], factor, h);
+    if (t.c == 0) sm.query_top[t.warp][t.g + 8 * h] = m;
+  }
+  barrier();
+  unsigned q[16];
+  float scale_log2 = 0.f;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float m = 0.f, own = 0.f;
+#pragma unroll
+    for (int n = 0; n < kWarps; ++n) {
+      m = fmaxf(m, sm.query_top[n][t.g + 8 * h]);
+      own = fmaxf(own, sm.query_top[n][t.warp + 8 * h]);
     }
+    // zeros, infinities and the far ends keep the factor a normal number; an infinity stays one
+    auto exponent = [](float v) { return min(max(static_cast<int>(__float_as_uint(v) >> 23) - 127, -100), 100); };
+    const __nv_bfloat162 factor = as_bf16x2(static_cast<unsigned>(11 - exponent(m) + 127) * 0x00800080u);
+    if (t.warp < 7) {
+      query_fragments<false>(q, raw[h], factor, h);
+    } else {
+      query_fragments<true>(q, raw[h], factor, h);
+    }
+    // of the row whose softmax this lane works on
+    if ((t.lane & 1) == h) scale_log2 = p.scale_log2 * __uint_as_float(static_cast<unsigned>(exponent(own) - 11 + 127) << 23);
   }
 
-  Group a = {}, b = {};
-  a.top[0] = a.top[1] = b.top[0] = b.top[1] = kNothing;
-  float sum[2] = {0.f, 0.f};
+  float o[8][4] = {};
   copy_wait<kStages - 2>();
-  team_barrier<kTeams>(team);
-  if (t.warp < 3) {
-    attend<false, kTeams>(sm, t, team, count, q0, q1, qk, a, b, sum, look_up, list);
+  barrier();
+  if (t.warp < 7) {
+    attend<false>(sm, t, count, scale_log2, q, o, look_up, list);
   } else {
-    attend<true, kTeams>(sm, t, team, count, q0, q1, qk, a, b, sum, look_up, list);
+    attend<true>(sm, t, count, scale_log2, q, o, look_up, list);
   }
   copy_wait<0>();
 
   // --- merge ---------------------------------------------------------------------------------------------------------
   // Sums in fragment order: [group][2 rows x 4 pieces of 4 dimensions][lane]. Piece k of lane (g, c) and half h holds head
   // g + 8 h and dimensions 16 c + 4 k ... + 3 of the group.
-  team_barrier<kTeams>(team);
+  barrier();
   float4* sums = reinterpret_cast<float4*>(&sm.raw[0][0]);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < 2; ++h)
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int n = 4 * (k & 1), r = 2 * h + (k >> 1);
-      sums[((2 * t.warp) * 8 + 4 * h + k) * 32 + t.lane] = make_float4(a.o[n][r], a.o[n + 1][r], a.o[n + 2][r], a.o[n + 3][r]);
-      sums[((2 * t.warp + 1) * 8 + 4 * h + k) * 32 + t.lane] = make_float4(b.o[n][r], b.o[n + 1][r], b.o[n + 2][r], b.o[n + 3][r]);
+      sums[(t.warp * 8 + 4 * h + k) * 32 + t.lane] = make_float4(o[n][r], o[n + 1][r], o[n + 2][r], o[n + 3][r]);
     }
-    sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-    sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-    if (t.c == 0) {
-      sm.exponent[2 * t.warp][t.g + 8 * h] = a.top[h];
-      sm.exponent[2 * t.warp + 1][t.g + 8 * h] = b.top[h];
-      if (t.warp == 3) sm.sum[t.g + 8 * h] = sum[h];
-    }
-  }
   if constexpr (kCluster == 1) {
     __syncthreads();
   } else {
     cg::this_cluster().sync();
   }
 
-  // the same place in the memory of source i
-  auto peer = [&](auto* of_first_team, int i) {
-    auto* there = reinterpret_cast<decltype(of_first_team)>(reinterpret_cast<unsigned char*>(of_first_team) + (i % kTeams) * sizeof(Smem));
+  // the same place in the memory of the cluster's block i
+  auto peer = [&](auto* mine, int i) {
     if constexpr (kCluster == 1) {
-      return there;
+      return mine;
     } else {
-      return cg::this_cluster().map_shared_rank(there, i / kTeams);
+      return cg::this_cluster().map_shared_rank(mine, i);
     }
   };
-  Smem& home = teams[0];
-  float* weights = reinterpret_cast<float*>(home.exchange);
+  float* weights = reinterpret_cast<float*>(sm.exchange);
   auto record = [&](int n) -> float* { return p.partial + ((slot + n) * gridDim.y + blockIdx.y) * kRecordFloats; };
   // each block keeps a copy of exponents and sums, so that a slice depends on blocks of its own rank alone
   const int side = 16 * 512 + rank * kRecordSide;
@@ -644,18 +630,18 @@ __global__ void __launch_bounds__(kTeams* kTeam, kTeams == 1 ? 3 : 1) sparse_mla
   // one thread for each group and head
   if (threadIdx.x < kGroups * 16) {
     const int head = threadIdx.x % 16, group = threadIdx.x / 16;
-    float e[kSources], m[kSources], l[kSources];
+    float e[kCluster], m[kCluster], l[kCluster];
 #pragma unroll
-    for (int i = 0; i < kSources; ++i) {
-      e[i] = *peer(&home.exponent[group][head], i);
-      m[i] = *peer(&home.exponent[kGroups - 1][head], i);
-      l[i] = *peer(&home.sum[head], i);
+    for (int i = 0; i < kCluster; ++i) {
+      m[i] = *peer(&sm.top[head], i);
+      l[i] = *peer(&sm.sum[head], i);
+      e[i] = m[i] + *peer(&sm.shift[group], i);
     }
     float top = kNothing, softmax_top = kNothing, total = 0.f;
 #pragma unroll
-    for (int i = 0; i < kSources; ++i) top = fmaxf(top, e[i]), softmax_top = fmaxf(softmax_top, m[i]);
+    for (int i = 0; i < kCluster; ++i) top = fmaxf(top, e[i]), softmax_top = fmaxf(softmax_top, m[i]);
 #pragma unroll
-    for (int i = 0; i < kSources; ++i) total += exp2_fast(m[i] - softmax_top) * l[i];
+    for (int i = 0; i < kCluster; ++i) total += exp2_fast(m[i] - softmax_top) * l[i];
     float factor = 1.f;
     if (parts == 1) {
       factor = finish(p, row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
@@ -665,7 +651,7 @@ __global__ void __launch_bounds__(kTeams* kTeam, kTeams == 1 ? 3 : 1) sparse_mla
       if (group == 0) to[kGroups * 16 + head] = total;
     }
 #pragma unroll
-    for (int i = 0; i < kSources; ++i) weights[i * 128 + threadIdx.x] = exp2_fast(e[i] - top) * factor;
+    for (int i = 0; i < kCluster; ++i) weights[i * 128 + threadIdx.x] = exp2_fast(e[i] - top) * factor;
   }
   __syncthreads();
   constexpr int kPieces = 16 * 512 / 4;
@@ -674,16 +660,16 @@ __global__ void __launch_bounds__(kTeams* kTeam, kTeams == 1 ? 3 : 1) sparse_mla
     const int group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2);
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kSources; ++i)
-      v = weighted(v, weights[i * 128 + group * 16 + head], *peer(reinterpret_cast<float4*>(&home.raw[0][0]) + at, i));
+    for (int i = 0; i < kCluster; ++i)
+      v = weighted(v, weights[i * 128 + group * 16 + head], *peer(sums + at, i));
     if (parts == 1) {
       store_output(p, v, row, head0 + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3));
     } else {
       reinterpret_cast<float4*>(record(part))[at] = v;
     }
   }
-  // a block's shared memory has to outlive its peers' reads
-  if constexpr (kCluster > 1) cg::this_cluster().sync();
+  // A block's shared memory has to outlive its peers' reads. Those are done: what is stored above needed their values.
+  if constexpr (kCluster > 1) asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
   if (parts == 1) return;
 
   __threadfence();
@@ -691,10 +677,10 @@ __global__ void __launch_bounds__(kTeams* kTeam, kTeams == 1 ? 3 : 1) sparse_mla
   if (threadIdx.x == 0) {
     // wraps to 0 at the last arrival: ready for the next launch
     unsigned* counter = p.counters + (slot * gridDim.y + blockIdx.y) * kCluster + rank;
-    home.last = atomicInc(counter, parts - 1) == static_cast<unsigned>(parts - 1);
+    sm.last = atomicInc(counter, parts - 1) == static_cast<unsigned>(parts - 1);
   }
   __syncthreads();
-  if (!home.last) return;
+  if (!sm.last) return;
   __threadfence();
   float* tops = weights;
   float* factors = weights + 128;
@@ -807,22 +793,21 @@ __global__ void __launch_bounds__(kPlanThreads) sparse_mla_plan(
     reinterpret_cast<int4*>(items)[2 * static_cast<long long>(i)] = make_int4(-1, 0, 0, 0);
 }
 
-template <int kCluster, int kTeams>
+template <int kCluster>
 cudaError_t launch(const Params& p, int units, int head_blocks, cudaStream_t stream) {
   static bool ready[64] = {};
-  constexpr int kSmem = kTeams * sizeof(Smem);
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   if (device >= 64 || !ready[device]) {
-    error = cudaFuncSetAttribute(sparse_mla_decode<kCluster, kTeams>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+    error = cudaFuncSetAttribute(sparse_mla_decode<kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
     if (error != cudaSuccess) return error;
     if (device < 64) ready[device] = true;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(units) * kCluster, head_blocks);
-  config.blockDim = dim3(kTeams * kTeam);
-  config.dynamicSmemBytes = kSmem;
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Smem);
   config.stream = stream;
   cudaLaunchAttribute attribute[1];
   attribute[0].id = cudaLaunchAttributeClusterDimension;
@@ -831,7 +816,7 @@ cudaError_t launch(const Params& p, int units, int head_blocks, cudaStream_t str
   attribute[0].val.clusterDim.z = 1;
   config.attrs = attribute;
   config.numAttrs = kCluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, sparse_mla_decode<kCluster, kTeams>, p);
+  return cudaLaunchKernelEx(&config, sparse_mla_decode<kCluster>, p);
 }
 
 bool scope_is_sound(const Scope& s) {
@@ -843,7 +828,7 @@ bool scope_is_sound(const Scope& s) {
 
 // Sizes that the caller needs for its buffers: 0 ints of an item, 1 floats of a record, 2 tokens of a tile.
 DSV4_EXPORT int dsv4_sparse_mla_constant(int what) {
-  constexpr int values[] = {kItemInts, kRecordFloats, kTile, kTeam, static_cast<int>(sizeof(Smem))};
+  constexpr int values[] = {kItemInts, kRecordFloats, kTile, kThreads, static_cast<int>(sizeof(Smem))};
   return what >= 0 && what < 5 ? values[what] : dsv4::kBadArgument;
 }
 
@@ -861,15 +846,15 @@ DSV4_EXPORT int dsv4_sparse_mla_plan(const int* lengths0, int width0, int has1, 
   return cudaGetLastError();
 }
 
-// One layer. All strides are in elements of their tensor but `pitch`, which is in bytes. `cluster` (blocks) and `teams` (per
-// block) are (1, 2, 4, 6 or 8, 1) or (1 or 8, 2), the same cluster that the counters were sized for. `items` may be null where budget equals rows; partial and counters then
+// One layer. All strides are in elements of their tensor but `pitch`, which is in bytes. `cluster`: 1, 2, 4 or 8
+// blocks, the same as the one that the counters were sized for. `items` may be null where budget equals rows; partial and counters then
 // are not used.
 DSV4_EXPORT int dsv4_sparse_mla_decode(
     const void* q, int64_t q_row, int64_t q_head, int rows, int heads,                                                //
     const void* cache0, int64_t pitch0, int shift0, const int* indices0, int64_t stride0, const int* lengths0, int width0,  //
     const void* cache1, int64_t pitch1, int shift1, const int* indices1, int64_t stride1, const int* lengths1, int width1,  //
     const float* sink, float softmax_scale, void* out, int64_t out_row, int64_t out_head, float* lse,                 //
-    const int* items, int units, float* partial, unsigned* counters, int cluster, int teams, void* stream) {
+    const int* items, int units, float* partial, unsigned* counters, int cluster, void* stream) {
   Params p = {};
   p.q = static_cast<const __nv_bfloat16*>(q), p.q_row = q_row, p.q_head = q_head;
   p.scope[0] = {static_cast<const unsigned char*>(cache0), pitch0, indices0, stride0, lengths0, width0, shift0};
@@ -885,14 +870,11 @@ DSV4_EXPORT int dsv4_sparse_mla_decode(
   const int head_blocks = (heads + 15) / 16;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
   cudaError_t error;
-  switch (cluster * 10 + teams) {
-    case 11: error = launch<1, 1>(p, units, head_blocks, s); break;
-    case 21: error = launch<2, 1>(p, units, head_blocks, s); break;
-    case 41: error = launch<4, 1>(p, units, head_blocks, s); break;
-    case 61: error = launch<6, 1>(p, units, head_blocks, s); break;
-    case 81: error = launch<8, 1>(p, units, head_blocks, s); break;
-    case 12: error = launch<1, 2>(p, units, head_blocks, s); break;
-    case 82: error = launch<8, 2>(p, units, head_blocks, s); break;
+  switch (cluster) {
+    case 1: error = launch<1>(p, units, head_blocks, s); break;
+    case 2: error = launch<2>(p, units, head_blocks, s); break;
+    case 4: error = launch<4>(p, units, head_blocks, s); break;
+    case 8: error = launch<8>(p, units, head_blocks, s); break;
     default: return dsv4::kBadArgument;
   }
   return error == cudaErrorNoKernelImageForDevice ? dsv4::kNoCode : static_cast<int>(error);
@@ -908,7 +890,5 @@ DSV4_EXPORT int dsv4_sparse_mla_capture_id(void* stream, unsigned long long* id)
   return error;
 }
 
-#define DECODE_LIMIT(cluster, teams) \
-  dsv4::limit<teams * kTeam, teams * sizeof(Smem)>("sparse_mla_decodeILi" #cluster "ELi" #teams "E")
-DSV4_KERNELS(DECODE_LIMIT(1, 1), DECODE_LIMIT(2, 1), DECODE_LIMIT(4, 1), DECODE_LIMIT(6, 1), DECODE_LIMIT(8, 1), DECODE_LIMIT(1, 2),
-             DECODE_LIMIT(8, 2), dsv4::limit<kPlanThreads, 0>("sparse_mla_plan"))
+#define DECODE_LIMIT(cluster) dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi" #cluster "E")
+DSV4_KERNELS(DECODE_LIMIT(1), DECODE_LIMIT(2), DECODE_LIMIT(4), DECODE_LIMIT(8), dsv4::limit<kPlanThreads, 0>("sparse_mla_plan"))
