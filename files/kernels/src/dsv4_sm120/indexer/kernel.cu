@@ -16,8 +16,8 @@
 #include "abi.cuh"
 #include "select.cuh"
 
-namespace dsv4 {
-namespace {
+// a named namespace: nvcc puts a random mark into the names of an unnamed one, and builds would differ
+namespace dsv4::indexer {
 
 constexpr int kHeads = 64;
 constexpr int kDim = 128;
@@ -298,10 +298,9 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-}  // namespace
-}  // namespace dsv4
+}  // namespace dsv4::indexer
 
-DSV4_KERNELS(dsv4::limit<dsv4::kThreads, sizeof(dsv4::Smem)>("indexer_kernel"))
+DSV4_KERNELS(dsv4::limit<dsv4::indexer::kThreads, sizeof(dsv4::indexer::Smem)>("indexer_kernel"))
 
 // rows = requests * next_n; every row's page-table entries up to its length must be pages of the pool. Strides in
 // elements, page_pitch in bytes (a multiple of 16). skip: rows of at most so many tokens are left alone (0: none).
@@ -310,6 +309,7 @@ DSV4_EXPORT int dsv4_indexer(const void* q, long long q_stride, const void* page
                              long long table_stride, float* logits, long long logit_stride, float* maxima,
                              long long maxima_stride, int requests, int next_n, int skip, int sms, void* stream) {
   using namespace dsv4;
+  using namespace dsv4::indexer;
   if (requests < 1 || requests > kMaxRequests || next_n < 1 || next_n > kMaxNext || page_pitch % 16 || q_stride % 16 ||
       reinterpret_cast<uintptr_t>(q) % 16 || reinterpret_cast<uintptr_t>(pages) % 16)
     return kBadArgument;

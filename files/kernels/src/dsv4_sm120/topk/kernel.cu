@@ -15,8 +15,8 @@
 #include "abi.cuh"
 #include "select.cuh"
 
-namespace dsv4 {
-namespace {
+// a named namespace: nvcc puts a random mark into the names of an unnamed one, and builds would differ
+namespace dsv4::topk {
 
 constexpr int kMaxScheduledRows = 1024;
 constexpr int kPageSlots = 4096;
@@ -385,10 +385,9 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
   }
 }
 
-}  // namespace
-}  // namespace dsv4
+}  // namespace dsv4::topk
 
-DSV4_KERNELS(dsv4::limit<dsv4::kSelectThreads, sizeof(dsv4::Smem)>("topk_kernel"))
+DSV4_KERNELS(dsv4::limit<dsv4::kSelectThreads, sizeof(dsv4::topk::Smem)>("topk_kernel"))
 
 // scores [rows, width] fp32, row stride in floats; lengths [rows]; page_table [rows, *]; slots and raw [rows, k] dense;
 // maxima: workspace of rows * maxima_stride floats, 16-byte aligned. maxima_ready: the indexer wrote them.
@@ -397,6 +396,7 @@ DSV4_EXPORT int dsv4_topk(const float* scores, long long score_stride, int width
                           long long maxima_stride, int rows, int k, int page_size, int counter_set, int maxima_ready,
                           int sms, void* stream) {
   using namespace dsv4;
+  using namespace dsv4::topk;
   if (rows < 1 || k < 1 || k > kMaxK || page_size < 1 || (page_size & (page_size - 1)) || score_stride % 4 ||
       reinterpret_cast<uintptr_t>(scores) % 16 || reinterpret_cast<uintptr_t>(maxima) % 16 || maxima_stride % 4)
     return kBadArgument;
