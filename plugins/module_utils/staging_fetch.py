@@ -28,10 +28,9 @@ import threading
 import time
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_manifest as manifests
-from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_hash import hash_many
+from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_hash import BUFFER, hash_many
 from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_sources import SourceError
 
-BUFFER = 1 << 20
 FREE, TAKEN, DONE = 0, 1, 2
 #: Lanes on one file; with pieces of an eighth of a chunk, a kill loses less than one chunk of the file.
 MAX_LANES = 8
@@ -114,7 +113,7 @@ class Job:
         self.lock = threading.RLock()
         self.descriptor = None
         self.lanes = 0
-        self.max_lanes = MAX_LANES
+        self.max_lanes = self.lanes_allowed()
         self.generation = 0
         self.validator = None
         self.source_label = None
@@ -125,6 +124,10 @@ class Job:
         self.not_before = 0.0
         self.corrupt = 0
         self._reset_pieces()
+
+    def lanes_allowed(self):
+        """Without a hash to catch it, no two lanes may be able to mix two versions of a file."""
+        return MAX_LANES if self.wanted.get("sha256") or self.wanted.get("git_sha1") else 1
 
     # -- pieces ---------------------------------------------------------------------------------
 
@@ -430,6 +433,7 @@ class Fetcher:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:
                 raise FetchFailed("busy", "another transfer into %s is running" % self.dest) from exc
+            self._sweep()
             self._status_thread = threading.Thread(target=self._write_status_loop, daemon=True)
             self._status_thread.start()
             try:
@@ -452,6 +456,13 @@ class Fetcher:
                             job.descriptor = None
         finally:
             os.close(lock)
+
+    def _sweep(self):
+        """Remove small files that a kill left half-written; only the holder of the lock may."""
+        for folder, start in ((self.work, ""), (self.dest, manifests.MARKER)):
+            for name in os.listdir(folder):
+                if name.startswith(start) and ".new." in name:
+                    os.unlink(os.path.join(folder, name))
 
     def _run(self):
         right, unknown, missing = self.plan()
@@ -476,7 +487,7 @@ class Fetcher:
                 break
             for job in open_jobs:
                 job.failure, job.setbacks, job.not_before, job.corrupt, job.lanes = None, 0, 0.0, 0, 0
-                job.max_lanes = MAX_LANES
+                job.max_lanes = job.lanes_allowed()
             self.source = source
             self.pause_until = self.paused_for = 0.0
             if source.kind == "rsync":
@@ -668,6 +679,7 @@ class Fetcher:
                 validator = job.validator if job.source_label == self.source.label else None
             reply = self.source.open(job.path, position, end, validator, job.size, use_validator)
             complete = owner = False
+            counted, descriptor = 0, None
             try:
                 self._check_version(job, reply, generation, use_validator)
                 with job.lock:
@@ -685,38 +697,46 @@ class Fetcher:
                     if owner:
                         job.hash_owner = me
                 mark, mark_bytes = time.monotonic(), 0
+                # This loop sees every byte: what is looked up here is looked up once.
+                read, size, piece_end = reply.read, len(view), job.piece_end(index)
+                update = job.digest.update
+                git_update = job.git.update if job.git is not None else None
+                limited, stopped, monotonic = bool(self.rate.limit), self.stop.is_set, time.monotonic
+                with job.lock:
+                    if job.generation != generation or job.descriptor is None:
+                        return
+                    descriptor = os.dup(job.descriptor)
                 while position < end:
-                    self._check_stop()
-                    room = min(len(view), end - position)
+                    if stopped():
+                        self._check_stop()
                     # Never across the end of a piece, so that a finished piece is noted at once.
-                    room = min(room, job.piece_end(index) - position)
-                    count = reply.read(view[:room])
+                    room = piece_end - position
+                    count = read(view[:room] if room < size else view)
                     if not count:
                         raise SourceError("cut", "the answer ended at byte %d of %d" % (position, job.size), retry=True)
                     data = view[:count]
-                    with job.lock:
-                        if job.generation != generation or job.descriptor is None:
-                            return
-                        descriptor = job.descriptor
+                    if job.generation != generation:
+                        return
                     self._write(descriptor, data, position)
                     if owner:
-                        job.digest.update(data)
-                        if job.git is not None:
-                            job.git.update(data)
+                        update(data)
+                        if git_update is not None:
+                            git_update(data)
                     position += count
-                    self._count(count)
-                    if position - start >= 65536:
-                        job.setbacks = 0
-                    self.rate.pay(count, self.stop)
+                    counted += count
+                    if limited:
+                        self.rate.pay(count, self.stop)
                     mark_bytes += count
-                    now = time.monotonic()
+                    now = monotonic()
                     if now - mark >= self.stall_timeout:
                         if mark_bytes < self.low_speed * (now - mark):
                             raise SourceError(
                                 "download_stalled", "only %d bytes in %d s" % (mark_bytes, now - mark), retry=True
                             )
                         mark, mark_bytes = now, 0
-                    if position == job.piece_end(index):
+                    if position == piece_end:
+                        self._count(counted)
+                        counted = 0
                         with job.lock:
                             if job.generation != generation:
                                 return
@@ -725,8 +745,10 @@ class Fetcher:
                                 job.left -= 1
                             if owner:
                                 job.hashed = position
+                            job.setbacks = 0
                             job.save()
                             index += 1
+                            piece_end = job.piece_end(index)
                             if index < job.count and position < end and index >= last:
                                 # Beyond what was claimed: only a whole reply leads here.
                                 if job.states[index] != FREE:
@@ -735,7 +757,12 @@ class Fetcher:
                                 last = index + 1
                 complete = position >= end
             finally:
+                if descriptor is not None:
+                    os.close(descriptor)
+                self._count(counted)
                 with job.lock:
+                    if position - start >= 65536:
+                        job.setbacks = 0
                     if job.generation == generation and owner:
                         job.hash_owner = None
                         job.hashed = position

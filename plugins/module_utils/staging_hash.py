@@ -14,7 +14,8 @@ import hashlib
 import os
 import threading
 
-BUFFER = 1 << 20
+#: Larger ones fall out of the second level cache between read and hash, which costs half of the speed.
+BUFFER = 1 << 17
 
 
 def usable_cores():
