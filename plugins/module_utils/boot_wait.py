@@ -26,8 +26,9 @@ def system_state(system: System) -> str:
     return (system.run(["systemctl", "is-system-running"]).out.strip().splitlines() or ["unknown"])[0]
 
 
-def wait(system: System, old: str, limit: float, sleep: t.Callable[[float], None] = time.sleep,
-         clock: t.Callable[[], float] = time.monotonic) -> dict[str, t.Any]:
+def wait(
+    system: System, old: str, limit: float, sleep: t.Callable[[float], None] = time.sleep, clock: t.Callable[[], float] = time.monotonic
+) -> dict[str, t.Any]:
     """Wait until the boot id is another than ``old`` and systemd has started everything (degraded is accepted)."""
     began, looks = clock(), 0
     while True:

@@ -18,8 +18,16 @@ from .host_system import System
 
 OPEN_LICENSES = ("Dual MIT/GPL", "MIT/GPL", "GPL")
 # Letters of dpkg: what is wanted, what is there, and an error flag.
-DPKG_STATES = {"n": "not_installed", "c": "config_files", "H": "half_installed", "U": "unpacked", "F": "half_configured",
-               "W": "triggers_awaited", "t": "triggers_pending", "i": "installed"}
+DPKG_STATES = {
+    "n": "not_installed",
+    "c": "config_files",
+    "H": "half_installed",
+    "U": "unpacked",
+    "F": "half_configured",
+    "W": "triggers_awaited",
+    "t": "triggers_pending",
+    "i": "installed",
+}
 VERSION = re.compile(r"\d+(?:\.\d+)+")
 
 
@@ -51,7 +59,13 @@ def parse_modinfo(text: str | None) -> dict[str, str | None]:
             fields[name.strip()] = value.strip()
     licence = fields.get("license")
     flavour = None if licence is None else "open" if licence in OPEN_LICENSES else "proprietary" if licence == "NVIDIA" else None
-    return {"filename": fields.get("filename"), "version": fields.get("version"), "license": licence, "flavour": flavour, "signer": fields.get("signer")}
+    return {
+        "filename": fields.get("filename"),
+        "version": fields.get("version"),
+        "license": licence,
+        "flavour": flavour,
+        "signer": fields.get("signer"),
+    }
 
 
 def parse_dpkg(text: str | None) -> list[dict[str, str]]:
@@ -61,10 +75,15 @@ def parse_dpkg(text: str | None) -> list[dict[str, str]]:
         words = line.split()
         if len(words) < 2 or not re.match(r"^[uihrp][ncHUFWti]R?$", words[0]):
             continue
-        packages.append({
-            "name": words[1].split(":")[0], "version": words[2] if len(words) > 2 else "",
-            "wanted": words[0][0], "state": DPKG_STATES[words[0][1]], "letters": words[0],
-        })
+        packages.append(
+            {
+                "name": words[1].split(":")[0],
+                "version": words[2] if len(words) > 2 else "",
+                "wanted": words[0][0],
+                "state": DPKG_STATES[words[0][1]],
+                "letters": words[0],
+            }
+        )
     return packages
 
 
@@ -226,7 +245,11 @@ def held_packages(system: System) -> list[str]:
 
 def bootable_kernels(system: System, boot: str = "/boot") -> list[str]:
     """Kernels with an image in the boot folder, newest first."""
-    names = [name[len("vmlinuz-"):] for name in system.listed(system.at(boot)) if name.startswith("vmlinuz-") and not name.endswith((".old", ".bak"))]
+    names = [
+        name[len("vmlinuz-") :]
+        for name in system.listed(system.at(boot))
+        if name.startswith("vmlinuz-") and not name.endswith((".old", ".bak"))
+    ]
     return sorted(names, key=version_key, reverse=True)
 
 
@@ -235,8 +258,10 @@ def target_kernel(system: System, boot: str = "/boot") -> tuple[str | None, str 
     kernels = bootable_kernels(system, boot)
     if not kernels:
         return running_kernel(system), f"no kernel image in {boot}; the running one is assumed"
-    text = "\n".join(system.read(system.at(path)) or "" for path in
-                     ["/etc/default/grub", *(f"/etc/default/grub.d/{name}" for name in system.listed(system.at("/etc/default/grub.d")))])
+    text = "\n".join(
+        system.read(system.at(path)) or ""
+        for path in ["/etc/default/grub", *(f"/etc/default/grub.d/{name}" for name in system.listed(system.at("/etc/default/grub.d")))]
+    )
     found = re.findall(r"""(?m)^\s*GRUB_DEFAULT=["']?(.*?)["']?\s*$""", text)
     default = found[-1] if found else "0"
     if default == "saved":
@@ -302,8 +327,14 @@ def mismatch(failures: t.Iterable[str]) -> bool:
     return any(re.search(r"(?i)version mismatch", reason) for reason in failures)
 
 
-def verdict(facts: dict[str, t.Any], failures: list[str], bound_to: list[str | None], gpus_visible: int | None, gpus_on_bus: int,
-            init_failures: list[str]) -> dict[str, t.Any]:
+def verdict(
+    facts: dict[str, t.Any],
+    failures: list[str],
+    bound_to: list[str | None],
+    gpus_visible: int | None,
+    gpus_on_bus: int,
+    init_failures: list[str],
+) -> dict[str, t.Any]:
     """``state`` of the driver in one word, with the reason and what to do. The first that fits is the cause."""
     loaded, installed = facts.get("loaded_version"), facts.get("installed_version")
 
@@ -312,20 +343,36 @@ def verdict(facts: dict[str, t.Any], failures: list[str], bound_to: list[str | N
 
     nouveau = [name for name in bound_to if name == "nouveau"]
     if nouveau:
-        return say("nouveau", f"{len(nouveau)} of {gpus_on_bus} GPUs are bound to nouveau", "blacklist nouveau, rebuild the initramfs, reboot once")
+        return say(
+            "nouveau", f"{len(nouveau)} of {gpus_on_bus} GPUs are bound to nouveau", "blacklist nouveau, rebuild the initramfs, reboot once"
+        )
     if mismatch(failures) or (loaded and installed and loaded != installed):
-        return say("reboot_required", f"module {loaded or 'unknown'} is loaded, {installed or 'another version'} is installed",
-                   "reboot the host; nothing has to be installed again")
+        return say(
+            "reboot_required",
+            f"module {loaded or 'unknown'} is loaded, {installed or 'another version'} is installed",
+            "reboot the host; nothing has to be installed again",
+        )
     if loaded is None:
         if installed is None:
-            return say("not_installed", "no nvidia module is loaded or built for the running kernel", "install the driver (role nvidia_driver)")
-        return say("not_loaded", f"module {installed} is built for the running kernel but not loaded", "reboot, or read the kernel log for why it was refused")
+            return say(
+                "not_installed", "no nvidia module is loaded or built for the running kernel", "install the driver (role nvidia_driver)"
+            )
+        return say(
+            "not_loaded",
+            f"module {installed} is built for the running kernel but not loaded",
+            "reboot, or read the kernel log for why it was refused",
+        )
     if gpus_on_bus and facts.get("loaded_flavour") == "proprietary":
-        return say("wrong_flavour", "open kernel module required on Blackwell; found proprietary", "install the -open packages of the same branch")
+        return say(
+            "wrong_flavour", "open kernel module required on Blackwell; found proprietary", "install the -open packages of the same branch"
+        )
     if gpus_on_bus and (gpus_visible == 0 or init_failures):
         where = ", ".join(init_failures) or "all"
-        return say("adapter_init_failed", f"the module is loaded, but could not start the GPUs at {where}",
-                   "check the module's licence (modinfo -F license nvidia must not say NVIDIA) and, in the BIOS, Above 4G Decoding and Resizable BAR")
+        return say(
+            "adapter_init_failed",
+            f"the module is loaded, but could not start the GPUs at {where}",
+            "check the module's licence (modinfo -F license nvidia must not say NVIDIA) and, in the BIOS, Above 4G Decoding and Resizable BAR",
+        )
     if gpus_visible is None:
         return say("unknown", "; ".join(failures) or "neither NVML nor nvidia-smi answered", "install nvidia-ml-py or nvidia-utils")
     return say("ok", None)
@@ -333,7 +380,9 @@ def verdict(facts: dict[str, t.Any], failures: list[str], bound_to: list[str | N
 
 # -- the state that the role acts on ------------------------------------------------------------------------------
 
-PROPRIETARY = re.compile(r"^(?:nvidia-(?:dkms|kernel-source|driver|headless|headless-no-dkms)-\d+(?:-server)?|nvidia-kernel-dkms|linux-modules-nvidia-\d+(?:-server)?-(?!open)\S+)$")
+PROPRIETARY = re.compile(
+    r"^(?:nvidia-(?:dkms|kernel-source|driver|headless|headless-no-dkms)-\d+(?:-server)?|nvidia-kernel-dkms|linux-modules-nvidia-\d+(?:-server)?-(?!open)\S+)$"
+)
 
 
 class Question(t.NamedTuple):
@@ -460,7 +509,8 @@ def dkms_problem(facts: dict[str, t.Any]) -> str | None:
     if facts["target_version"]:
         return None  # a module that did not come by DKMS (the distribution's signed ones)
     if entries:
-        return f"dkms says {', '.join(sorted({str(entry['module']) + '/' + str(entry['version']) + ': ' + str(entry['state']) for entry in entries}))} for kernel {target}, not installed"
+        said = sorted({f"{entry['module']}/{entry['version']}: {entry['state']}" for entry in entries})
+        return f"dkms says {', '.join(said)} for kernel {target}, not installed"
     return f"no module for kernel {target}"
 
 
@@ -468,34 +518,76 @@ def driver_findings(facts: dict[str, t.Any], question: Question, half: list[dict
     findings = []
     closed = sorted(name for name in facts["packages"] if PROPRIETARY.match(name) and not name.startswith("nvidia-driver"))
     if closed or "proprietary" in (facts["loaded_flavour"], facts["target_flavour"]):
-        findings.append(finding("driver_wrong_flavour", "error",
-                                "open kernel module required on Blackwell; found proprietary" + (f" ({', '.join(closed)})" if closed else ""),
-                                "the role nvidia_driver replaces it by the open one; nothing can be served before"))
+        findings.append(
+            finding(
+                "driver_wrong_flavour",
+                "error",
+                "open kernel module required on Blackwell; found proprietary" + (f" ({', '.join(closed)})" if closed else ""),
+                "the role nvidia_driver replaces it by the open one; nothing can be served before",
+            )
+        )
     if facts["run_installer"]:
-        findings.append(finding("driver_run_installer", "error", "driver was installed with the .run installer; remove it first",
-                                "stop the GPU users, run `nvidia-uninstall`, then run this again; package manager and .run installer do not mix"))
+        findings.append(
+            finding(
+                "driver_run_installer",
+                "error",
+                "driver was installed with the .run installer; remove it first",
+                "stop the GPU users, run `nvidia-uninstall`, then run this again; package manager and .run installer do not mix",
+            )
+        )
     if half:
-        findings.append(finding("driver_packages_not_configured", "error",
-                                "driver packages are not configured: " + ", ".join(f"{entry['name']} ({entry['letters']}, {entry['state']})" for entry in half),
-                                "the role nvidia_driver lets dpkg finish them once; read the DKMS build log when that fails"))
+        findings.append(
+            finding(
+                "driver_packages_not_configured",
+                "error",
+                "driver packages are not configured: "
+                + ", ".join(f"{entry['name']} ({entry['letters']}, {entry['state']})" for entry in half),
+                "the role nvidia_driver lets dpkg finish them once; read the DKMS build log when that fails",
+            )
+        )
     if facts["packages"] and facts["not_held"]:
-        findings.append(finding("driver_not_held", "warning", "not held, an upgrade may move them: " + ", ".join(sorted(facts["not_held"])),
-                                "run the role nvidia_driver; it holds the whole set"))
+        findings.append(
+            finding(
+                "driver_not_held",
+                "warning",
+                "not held, an upgrade may move them: " + ", ".join(sorted(facts["not_held"])),
+                "run the role nvidia_driver; it holds the whole set",
+            )
+        )
     if facts["packages"]:
         problem = dkms_problem(facts)
         if problem:
-            findings.append(finding("driver_dkms", "error", problem, f"install linux-headers-{facts['target_kernel']} and run `dkms autoinstall -k {facts['target_kernel']}`; "
-                                    "do not reboot before dkms says installed"))
+            findings.append(
+                finding(
+                    "driver_dkms",
+                    "error",
+                    problem,
+                    f"install linux-headers-{facts['target_kernel']} and run `dkms autoinstall -k {facts['target_kernel']}`; "
+                    "do not reboot before dkms says installed",
+                )
+            )
     if facts["secure_boot"] == "on" and facts["key_enrolled"] is not True:
-        findings.append(finding("secure_boot_key", "error" if question.mok_certificate or not facts["loaded_version"] else "warning",
-                                "Secure Boot is on and no enrolled key; enrol at console or disable", mok_steps(question.mok_certificate)))
+        findings.append(
+            finding(
+                "secure_boot_key",
+                "error" if question.mok_certificate or not facts["loaded_version"] else "warning",
+                "Secure Boot is on and no enrolled key; enrol at console or disable",
+                mok_steps(question.mok_certificate),
+            )
+        )
     return findings
 
 
 def mok_steps(certificate: str) -> str:
     """What an operator does to have the module accepted under Secure Boot."""
     path = certificate or "/var/lib/dsv4/mok/MOK.der"
-    make = "" if certificate else (
-        "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=dsv4 module signing/' -outform DER "
-        f"-keyout {os.path.dirname(path)}/MOK.priv -out {path}); set nvidia_driver_mok_certificate and nvidia_driver_mok_key; ")
-    return f"{make}run `mokutil --import {path}` and give a one-time password; reboot with a console attached and choose Enroll MOK; or switch Secure Boot off in the firmware"
+    make = (
+        ""
+        if certificate
+        else (
+            "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=dsv4 module signing/' -outform DER "
+            f"-keyout {os.path.dirname(path)}/MOK.priv -out {path}); set nvidia_driver_mok_certificate and nvidia_driver_mok_key; "
+        )
+    )
+    enrol = f"run `mokutil --import {path}` and give a one-time password; reboot with a console attached and choose Enroll MOK"
+    return f"{make}{enrol}; or switch Secure Boot off in the firmware"

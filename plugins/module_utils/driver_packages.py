@@ -62,7 +62,11 @@ class Plan(t.NamedTuple):
 
 def broken_packages(installed: t.Iterable[dict[str, str]], scope: list[str]) -> list[dict[str, str]]:
     """Packages of the set that dpkg left half way, by both letters of their state."""
-    return [entry for entry in installed if (entry["state"] in BROKEN or entry["letters"].endswith("R")) and driver.in_family(entry["name"], scope)]
+    return [
+        entry
+        for entry in installed
+        if (entry["state"] in BROKEN or entry["letters"].endswith("R")) and driver.in_family(entry["name"], scope)
+    ]
 
 
 def offered(policy: dict[str, dict[str, t.Any]], origins: dict[str, str], name: str, origin: str) -> list[str]:
@@ -97,8 +101,15 @@ def choose_version(wanted: Wanted, installed: dict[str, str], policy: dict[str, 
     return None
 
 
-def decide(wanted: Wanted, packages: list[dict[str, str]], held: list[str], policy: dict[str, dict[str, t.Any]], origins: dict[str, str],
-           complete: bool = True, names: t.Callable[[], list[str]] = list) -> Plan:
+def decide(
+    wanted: Wanted,
+    packages: list[dict[str, str]],
+    held: list[str],
+    policy: dict[str, dict[str, t.Any]],
+    origins: dict[str, str],
+    complete: bool = True,
+    names: t.Callable[[], list[str]] = list,
+) -> Plan:
     """What has to be done. Raises Problem when something wanted is not offered.
 
     ``complete`` is False when the package index cannot be trusted to be whole (check mode on a bare host): a package
@@ -112,15 +123,20 @@ def decide(wanted: Wanted, packages: list[dict[str, str]], held: list[str], poli
         install = {name: exact for name, exact in wanted.exact.items() if present.get(name) != exact}
         for name, exact in install.items():
             if exact not in (policy.get(name) or {"versions": {}})["versions"] and complete:
-                raise Problem("package_version_not_offered", f"{name}={exact} is not offered any more",
-                              "add the repository that has it, or copy the package into the local repository")
+                raise Problem(
+                    "package_version_not_offered",
+                    f"{name}={exact} is not offered any more",
+                    "add the repository that has it, or copy the package into the local repository",
+                )
         remove = [name for name in present if driver.in_family(name, wanted.scope) and name not in wanted.exact]
     else:
         for name in wanted.names:
             family = driver.in_family(name, wanted.family)
             if name in present and (not family or driver.upstream(present[name]) == version):
                 continue
-            fitting = [v for v in offered(policy, origins, name, wanted.origin if family else "") if not family or driver.upstream(v) == version]
+            fitting = [
+                v for v in offered(policy, origins, name, wanted.origin if family else "") if not family or driver.upstream(v) == version
+            ]
             if fitting:
                 install[name] = fitting[0]
             elif not family and not complete:
@@ -155,16 +171,26 @@ def decide(wanted: Wanted, packages: list[dict[str, str]], held: list[str], poli
     return Plan(version, install, sorted(remove), unhold, hold, broken)
 
 
-def not_offered(name: str, version: str | None, wanted: Wanted, policy: dict[str, dict[str, t.Any]], origins: dict[str, str], names: list[str]) -> Problem:
+def not_offered(
+    name: str, version: str | None, wanted: Wanted, policy: dict[str, dict[str, t.Any]], origins: dict[str, str], names: list[str]
+) -> Problem:
     exact = f" in version {version}" if version else ""
     versions = offered(policy, origins, name, "")
     if versions:
-        return Problem("package_not_offered", f"package {name} is not offered{exact} by configured repositories; offered: {', '.join(versions)}",
-                       "pin one of these versions (nvidia_driver_version) or configure the repository that has the wanted one", offered=versions)
+        return Problem(
+            "package_not_offered",
+            f"package {name} is not offered{exact} by configured repositories; offered: {', '.join(versions)}",
+            "pin one of these versions (nvidia_driver_version) or configure the repository that has the wanted one",
+            offered=versions,
+        )
     stem = re.sub(r"-?\d.*$", "", name)
     similar = sorted(other for other in names if other.startswith(stem))[:12]
-    return Problem("package_not_offered", f"package {name} not offered by configured repositories; offered: {', '.join(similar) or 'nothing of that name'}",
-                   "mend nvidia_driver_branch or nvidia_driver_packages, or configure the repository that has it", offered=similar)
+    return Problem(
+        "package_not_offered",
+        f"package {name} not offered by configured repositories; offered: {', '.join(similar) or 'nothing of that name'}",
+        "mend nvidia_driver_branch or nvidia_driver_packages, or configure the repository that has it",
+        offered=similar,
+    )
 
 
 def explain_failure(text: str, policy: dict[str, dict[str, t.Any]]) -> Problem:
@@ -178,28 +204,47 @@ def explain_failure(text: str, policy: dict[str, dict[str, t.Any]]) -> Problem:
                     if not source.startswith("/var/lib/dpkg/status"):
                         seen.append(f"{name} {version} from {source}")
         hint = "one origin must give the whole set: keep one of these repositories for the driver (nvidia_driver_repo_origin, nvidia_driver_other_origins)"
-        return Problem("packages_conflict", "apt cannot combine the driver's packages; offered are " + ("; ".join(dict.fromkeys(seen)) or "no candidates"), hint, apt=text[-2000:])
+        return Problem(
+            "packages_conflict",
+            "apt cannot combine the driver's packages; offered are " + ("; ".join(dict.fromkeys(seen)) or "no candidates"),
+            hint,
+            apt=text[-2000:],
+        )
     if re.search(r"Could not get lock|lock-frontend", text):
         return Problem("apt_locked", "another process holds apt's lock", "wait for it to end and run again", apt=text[-2000:])
     match = re.search(r"installed (\S+) package post-installation script subprocess returned error exit status (\d+)", text)
     if match:
-        return Problem("driver_packages_not_configured", f"the installation script of {match.group(1)} ended with {match.group(2)}", "", apt=text[-2000:])
+        return Problem(
+            "driver_packages_not_configured",
+            f"the installation script of {match.group(1)} ended with {match.group(2)}",
+            "",
+            apt=text[-2000:],
+        )
     last = [line for line in text.strip().splitlines() if line.startswith("E:")] or text.strip().splitlines()[-1:]
     return Problem("apt_failed", "; ".join(last) or "apt failed without a word", "", apt=text[-2000:])
 
 
-def half_way(packages: list[dict[str, str]], dkms: list[dict[str, t.Any]], loaded: str | None, make_log: str | None, kernels: list[str]) -> Problem:
+def half_way(
+    packages: list[dict[str, str]], dkms: list[dict[str, t.Any]], loaded: str | None, make_log: str | None, kernels: list[str]
+) -> Problem:
     """Packages that stayed half way: names, the kernel that failed, and whether the host still works."""
     built = {entry["kernel"] for entry in dkms if entry["state"] == "installed"}
     failed = [kernel for kernel in kernels if kernel not in built]
-    what = "driver packages are not configured: " + ", ".join(f"{entry['name']} ({entry['letters']}, {entry['state']})" for entry in packages)
+    what = "driver packages are not configured: " + ", ".join(
+        f"{entry['name']} ({entry['letters']}, {entry['state']})" for entry in packages
+    )
     if failed:
         what += f"; no module for kernel {', '.join(failed)}"
     if loaded:
         what += f"; module {loaded} is loaded and goes on working until the next boot"
-    return Problem("driver_packages_not_configured", what,
-                   f"read {make_log or '/var/lib/dkms/nvidia/<version>/build/make.log'}; then pin a driver that builds for that kernel, or boot the older kernel",
-                   packages=[entry["name"] for entry in packages], kernels=failed, make_log=make_log)
+    return Problem(
+        "driver_packages_not_configured",
+        what,
+        f"read {make_log or '/var/lib/dkms/nvidia/<version>/build/make.log'}; then pin a driver that builds for that kernel, or boot the older kernel",
+        packages=[entry["name"] for entry in packages],
+        kernels=failed,
+        make_log=make_log,
+    )
 
 
 # -- asking and changing the host ---------------------------------------------------------------------------------
@@ -272,16 +317,43 @@ class Apt:
         for name in self.system.listed("/etc/apt/sources.list.d"):
             if name.endswith((".list", ".sources")):
                 os.symlink(f"/etc/apt/sources.list.d/{name}", os.path.join(parts, "host-" + name))
-        own = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={self.folder}/cache", "-o", "Dir::Etc::Preferences=/dev/null",
-               "-o", f"Dir::Etc::PreferencesParts={self.folder}/none"]
+        own = [
+            "-o",
+            f"Dir::State::Lists={lists}",
+            "-o",
+            f"Dir::Cache={self.folder}/cache",
+            "-o",
+            "Dir::Etc::Preferences=/dev/null",
+            "-o",
+            f"Dir::Etc::PreferencesParts={self.folder}/none",
+        ]
         only = os.path.join(self.folder, "only")
         os.makedirs(only)
         shutil.copy(os.path.join(parts, "ours.sources"), only)
-        answer = self.system.run(["apt-get", *own, "-o", f"Dir::Etc::SourceParts={only}", "-o", "Dir::Etc::SourceList=/dev/null",
-                                  "-o", "APT::Get::List-Cleanup=false", "-o", "APT::Sandbox::User=root", "-qq", "update"], timeout=300)
+        answer = self.system.run(
+            [
+                "apt-get",
+                *own,
+                "-o",
+                f"Dir::Etc::SourceParts={only}",
+                "-o",
+                "Dir::Etc::SourceList=/dev/null",
+                "-o",
+                "APT::Get::List-Cleanup=false",
+                "-o",
+                "APT::Sandbox::User=root",
+                "-qq",
+                "update",
+            ],
+            timeout=300,
+        )
         self.options = [*own, "-o", f"Dir::Etc::SourceParts={parts}"]
         said = (answer.err + answer.out).strip()
-        return None if answer.code == 0 and not re.search(r"(?m)^[EW]: ", said) else (said.splitlines() or [f"apt-get update: exit code {answer.code}"])[0]
+        return (
+            None
+            if answer.code == 0 and not re.search(r"(?m)^[EW]: ", said)
+            else (said.splitlines() or [f"apt-get update: exit code {answer.code}"])[0]
+        )
 
     def forget(self) -> None:
         if self.folder:
@@ -304,16 +376,27 @@ class Apt:
             if clock() - began >= self.lock_timeout:
                 path, pid = next(iter(holders.items()))
                 command = (self.system.read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip() or "unknown command"
-                raise Problem("apt_locked", f"{path} is held by process {pid} ({command}) for longer than {self.lock_timeout:g} s",
-                              "let it end, or raise nvidia_driver_apt_lock_timeout", pid=pid, command=command)
+                raise Problem(
+                    "apt_locked",
+                    f"{path} is held by process {pid} ({command}) for longer than {self.lock_timeout:g} s",
+                    "let it end, or raise nvidia_driver_apt_lock_timeout",
+                    pid=pid,
+                    command=command,
+                )
             sleep(min(2.0, max(0.1, self.lock_timeout / 20)))
 
     def update(self) -> None:
         self.wait_for_locks()
-        answer = self.system.run(["apt-get", "-o", f"DPkg::Lock::Timeout={int(self.lock_timeout)}", "-q", "update"], timeout=self.apt_timeout)
+        answer = self.system.run(
+            ["apt-get", "-o", f"DPkg::Lock::Timeout={int(self.lock_timeout)}", "-q", "update"], timeout=self.apt_timeout
+        )
         if answer.code:
             last = [line for line in (answer.err + answer.out).splitlines() if line.startswith("E:")]
-            raise Problem("apt_update_failed", "; ".join(last) or f"apt-get update ended with {answer.code}", "check the repository's address, key and network")
+            raise Problem(
+                "apt_update_failed",
+                "; ".join(last) or f"apt-get update ended with {answer.code}",
+                "check the repository's address, key and network",
+            )
 
     def configure(self) -> str:
         """Let dpkg finish what it began. Returns what it said."""
@@ -332,12 +415,36 @@ class Apt:
         if not plan.install and not plan.remove:
             return ""
         self.wait_for_locks()
-        arguments = [f"{name}={version}" if version else name for name, version in sorted(plan.install.items())] + [f"{name}-" for name in plan.remove]
+        arguments = [f"{name}={version}" if version else name for name, version in sorted(plan.install.items())] + [
+            f"{name}-" for name in plan.remove
+        ]
         answer = self.system.run(
-            ["apt-get", "-q", "-y", "--no-install-recommends", "--allow-downgrades", "--allow-change-held-packages",
-             "-o", f"DPkg::Lock::Timeout={int(self.lock_timeout)}", "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold",
-             "-o", "APT::Get::Remove=true", "install", *arguments], timeout=self.apt_timeout)
+            [
+                "apt-get",
+                "-q",
+                "-y",
+                "--no-install-recommends",
+                "--allow-downgrades",
+                "--allow-change-held-packages",
+                "-o",
+                f"DPkg::Lock::Timeout={int(self.lock_timeout)}",
+                "-o",
+                "Dpkg::Options::=--force-confdef",
+                "-o",
+                "Dpkg::Options::=--force-confold",
+                "-o",
+                "APT::Get::Remove=true",
+                "install",
+                *arguments,
+            ],
+            timeout=self.apt_timeout,
+        )
         if answer.code:
             text = answer.out + answer.err
-            raise explain_failure(text, self.policy(set(re.findall(r"(?m)^\s*(\S+) : Depends:", text)) | set(re.findall(r"Depends: (\S+)", text)) | set(plan.install)))
+            raise explain_failure(
+                text,
+                self.policy(
+                    set(re.findall(r"(?m)^\s*(\S+) : Depends:", text)) | set(re.findall(r"Depends: (\S+)", text)) | set(plan.install)
+                ),
+            )
         return answer.out

@@ -53,11 +53,24 @@ FIELDS = tuple(name for name, _query, _kind in SMI_FIELDS) + ("bar1_total_mib", 
 NEEDED = ("uuid", "bus_id", "memory_total_mib")
 
 P2P_WORDS = {
-    0: "ok", 1: "chipset_not_supported", 2: "gpu_not_supported", 3: "topology_not_supported",
-    4: "disabled_by_regkey", 5: "not_supported", 6: "unknown",
+    0: "ok",
+    1: "chipset_not_supported",
+    2: "gpu_not_supported",
+    3: "topology_not_supported",
+    4: "disabled_by_regkey",
+    5: "not_supported",
+    6: "unknown",
 }
-P2P_MARKS = {"OK": "ok", "CNS": "chipset_not_supported", "GNS": "gpu_not_supported", "TNS": "topology_not_supported",
-             "DR": "disabled_by_regkey", "NS": "not_supported", "U": "unknown", "X": "self"}
+P2P_MARKS = {
+    "OK": "ok",
+    "CNS": "chipset_not_supported",
+    "GNS": "gpu_not_supported",
+    "TNS": "topology_not_supported",
+    "DR": "disabled_by_regkey",
+    "NS": "not_supported",
+    "U": "unknown",
+    "X": "self",
+}
 
 # Xids after which restarting a service cannot help, and what does.
 XID_REMEDY = {
@@ -139,7 +152,7 @@ def parse_smi_csv(text: str, fields: t.Sequence[tuple[str, str, str]] = SMI_FIEL
             gpu[name], reason = value_of(part, kind)
             if reason is not None:
                 gpu["unknown"][name] = reason
-        for name, _query, _kind in fields[len(parts):]:
+        for name, _query, _kind in fields[len(parts) :]:
             gpu["unknown"][name] = "not reported"
         if gpu["index"] is None:
             gpu["index"] = len(gpus)
@@ -458,20 +471,24 @@ def pci_from_sysfs(system: System) -> list[dict[str, t.Any]]:
         link = os.path.join(path, "driver")
         group = os.path.join(path, "iommu_group")
         above = [part for part in system.real(path).split("/")[:-1] if re.match(r"^[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$", part)]
-        found.append({
-            "bus_id": bus_id(name),
-            "device_id": f"{NVIDIA}:{(read('device') or '0x?')[2:].lower()}",
-            "driver": os.path.basename(system.real(link)) if system.exists(link) else None,
-            "slot": next((slots[key] for key in (name.rsplit(".", 1)[0], *(b.rsplit(".", 1)[0] for b in reversed(above))) if key in slots), None),
-            "numa_node": whole(read("numa_node")),
-            "pcie_generation": speed_generation(read("current_link_speed")),
-            "pcie_generation_max": speed_generation(read("max_link_speed")),
-            "pcie_width": whole(read("current_link_width")),
-            "pcie_width_max": whole(read("max_link_width")),
-            "bar1_total_mib": bar_size_mib(read("resource")),
-            "iommu_group_type": (system.read(os.path.join(group, "type")) or "unknown").strip() if system.exists(group) else None,
-            "bridges": above,
-        })
+        found.append(
+            {
+                "bus_id": bus_id(name),
+                "device_id": f"{NVIDIA}:{(read('device') or '0x?')[2:].lower()}",
+                "driver": os.path.basename(system.real(link)) if system.exists(link) else None,
+                "slot": next(
+                    (slots[key] for key in (name.rsplit(".", 1)[0], *(b.rsplit(".", 1)[0] for b in reversed(above))) if key in slots), None
+                ),
+                "numa_node": whole(read("numa_node")),
+                "pcie_generation": speed_generation(read("current_link_speed")),
+                "pcie_generation_max": speed_generation(read("max_link_speed")),
+                "pcie_width": whole(read("current_link_width")),
+                "pcie_width_max": whole(read("max_link_width")),
+                "bar1_total_mib": bar_size_mib(read("resource")),
+                "iommu_group_type": (system.read(os.path.join(group, "type")) or "unknown").strip() if system.exists(group) else None,
+                "bridges": above,
+            }
+        )
     return found
 
 
@@ -486,9 +503,20 @@ def parse_lspci(output: str) -> list[dict[str, t.Any]]:
             kind = re.search(r"\[(03[0-9a-f]{2})\]", match.group(2))
             current = None
             if ids and ids.group(1) == NVIDIA and kind and kind.group(1) in DISPLAY_CLASSES:
-                current = {"bus_id": bus_id(match.group(1)), "device_id": f"{ids.group(1)}:{ids.group(2)}", "driver": None, "slot": None,
-                           "numa_node": None, "pcie_generation": None, "pcie_generation_max": None, "pcie_width": None,
-                           "pcie_width_max": None, "bar1_total_mib": None, "iommu_group_type": None, "bridges": []}
+                current = {
+                    "bus_id": bus_id(match.group(1)),
+                    "device_id": f"{ids.group(1)}:{ids.group(2)}",
+                    "driver": None,
+                    "slot": None,
+                    "numa_node": None,
+                    "pcie_generation": None,
+                    "pcie_generation_max": None,
+                    "pcie_width": None,
+                    "pcie_width_max": None,
+                    "bar1_total_mib": None,
+                    "iommu_group_type": None,
+                    "bridges": [],
+                }
                 found.append(current)
         elif current is not None:
             match = re.match(r"^\s+Kernel driver in use:\s*(\S+)", line)
@@ -542,7 +570,9 @@ def parse_xids(output: str) -> list[dict[str, t.Any]]:
 
 def parse_init_failures(output: str) -> list[str]:
     """Bus ids of GPUs that the module could not start, from a kernel log."""
-    return list(dict.fromkeys(filter(None, (bus_id(found) for found in re.findall(r"NVRM: GPU ([0-9a-fA-F:.]+): RmInitAdapter failed", output)))))
+    return list(
+        dict.fromkeys(filter(None, (bus_id(found) for found in re.findall(r"NVRM: GPU ([0-9a-fA-F:.]+): RmInitAdapter failed", output))))
+    )
 
 
 def kernel_log(system: System) -> tuple[str, str | None]:
@@ -620,35 +650,60 @@ def compare(gpus: list[dict[str, t.Any]], pci: list[dict[str, t.Any]], plan: dic
     if source != "lspci":
         for address, device in on_bus.items():
             if address not in driven:
-                findings.append(finding(
-                    "gpu_missing_in_driver", "error",
-                    f"the GPU at {place(device)} is on the PCI bus, but the driver does not show it (bound to {device['driver'] or 'no driver'})",
-                    "read the kernel log for that address (NVRM, Xid, AER); a GPU that fell off the bus needs a power cycle of the host",
-                ))
+                findings.append(
+                    finding(
+                        "gpu_missing_in_driver",
+                        "error",
+                        f"the GPU at {place(device)} is on the PCI bus, but the driver does not show it (bound to {device['driver'] or 'no driver'})",
+                        "read the kernel log for that address (NVRM, Xid, AER); a GPU that fell off the bus needs a power cycle of the host",
+                    )
+                )
     for wanted in plan.get("bus_ids") or []:
         address = bus_id(wanted)
         if address not in on_bus and address not in driven:
-            findings.append(finding(
-                "gpu_missing_on_bus", "error", f"the plan has a GPU at {wanted}, the PCI bus has none there",
-                "reseat the card, check its power cable and the slot's setting in the BIOS",
-            ))
+            findings.append(
+                finding(
+                    "gpu_missing_on_bus",
+                    "error",
+                    f"the plan has a GPU at {wanted}, the PCI bus has none there",
+                    "reseat the card, check its power cable and the slot's setting in the BIOS",
+                )
+            )
     count = plan.get("gpu_count")
     have = len(on_bus) or len(gpus)
     if count and have < count:
         known = ", ".join(place(device) for device in pci) or "none"
-        findings.append(finding("gpu_count", "error", f"the plan needs {count} GPUs, the PCI bus has {have}: {known}",
-                                "a slot that is not in this list has lost its card; set preflight_gpu_bus_ids to have it named"))
+        findings.append(
+            finding(
+                "gpu_count",
+                "error",
+                f"the plan needs {count} GPUs, the PCI bus has {have}: {known}",
+                "a slot that is not in this list has lost its card; set preflight_gpu_bus_ids to have it named",
+            )
+        )
     by_index = {gpu["index"]: gpu for gpu in gpus}
     for name, indexes in (plan.get("groups") or {}).items():
         absent = [index for index in indexes if index not in by_index]
         if absent and source != "lspci":
-            findings.append(finding("gpu_plan_index", "error", f"{name} wants GPUs {absent}, the driver has {sorted(by_index)}",
-                                    f"mend dsv4_topology.instances.{name}.gpus or bring the missing GPU back"))
+            findings.append(
+                finding(
+                    "gpu_plan_index",
+                    "error",
+                    f"{name} wants GPUs {absent}, the driver has {sorted(by_index)}",
+                    f"mend dsv4_topology.instances.{name}.gpus or bring the missing GPU back",
+                )
+            )
         for index in indexes:
             gpu = by_index.get(index)
             if gpu is not None and not gpu["usable"] and source != "lspci":
-                findings.append(finding("gpu_unusable", "error", f"GPU {index} at {place(gpu)}, planned for {name}, cannot be used: {gpu['unusable_reason']}",
-                                        "reset the GPU (nvidia-smi --gpu-reset) while nothing uses it, or reboot the host"))
+                findings.append(
+                    finding(
+                        "gpu_unusable",
+                        "error",
+                        f"GPU {index} at {place(gpu)}, planned for {name}, cannot be used: {gpu['unusable_reason']}",
+                        "reset the GPU (nvidia-smi --gpu-reset) while nothing uses it, or reboot the host",
+                    )
+                )
     return findings
 
 
@@ -657,10 +712,14 @@ def health(gpus: list[dict[str, t.Any]], xids: list[dict[str, t.Any]], groups: d
     findings = []
     wedged = [gpu["index"] for gpu in gpus if gpu["wedged"]]
     if wedged:
-        findings.append(finding(
-            "gpu_wedged", "error", f"GPUs {wedged} are busy and hold memory with no process on them",
-            "nothing that is restarted can run on them: reboot the host, or let the operator reset these GPUs",
-        ))
+        findings.append(
+            finding(
+                "gpu_wedged",
+                "error",
+                f"GPUs {wedged} are busy and hold memory with no process on them",
+                "nothing that is restarted can run on them: reboot the host, or let the operator reset these GPUs",
+            )
+        )
     by_bus = {gpu["bus_id"]: gpu for gpu in gpus}
     for xid in xids:
         if not xid["remedy"]:
@@ -674,24 +733,46 @@ def health(gpus: list[dict[str, t.Any]], xids: list[dict[str, t.Any]], groups: d
         usual = max(sizes)
         for gpu in gpus:
             if gpu["bar1_total_mib"] and gpu["bar1_total_mib"] < usual:
-                findings.append(finding(
-                    "gpu_bar1_small", "warning",
-                    f"BAR1 of the GPU at {place(gpu)} is {gpu['bar1_total_mib']} MiB, smaller than its peers' {usual} MiB; P2P to it will fail or crawl",
-                    "switch on Above 4G Decoding and Resizable BAR for this slot in the BIOS",
-                ))
+                findings.append(
+                    finding(
+                        "gpu_bar1_small",
+                        "warning",
+                        f"BAR1 of the GPU at {place(gpu)} is {gpu['bar1_total_mib']} MiB, smaller than its peers' {usual} MiB; P2P to it will fail or crawl",
+                        "switch on Above 4G Decoding and Resizable BAR for this slot in the BIOS",
+                    )
+                )
     for gpu in gpus:
         if gpu["pcie_width"] and gpu["pcie_width_max"] and gpu["pcie_width"] < gpu["pcie_width_max"]:
-            findings.append(finding("gpu_pcie_width", "warning",
-                                    f"the GPU at {place(gpu)} runs at x{gpu['pcie_width']}, it can x{gpu['pcie_width_max']}",
-                                    "reseat the card and check riser, cable and bifurcation of the slot"))
+            findings.append(
+                finding(
+                    "gpu_pcie_width",
+                    "warning",
+                    f"the GPU at {place(gpu)} runs at x{gpu['pcie_width']}, it can x{gpu['pcie_width_max']}",
+                    "reseat the card and check riser, cable and bifurcation of the slot",
+                )
+            )
         if gpu["mig"]:
-            findings.append(finding("gpu_mig", "error", f"MIG is on for GPU {gpu['index']} at {place(gpu)}; tensor parallelism needs whole GPUs",
-                                    f"nvidia-smi -i {gpu['index']} -mig 0"))
+            findings.append(
+                finding(
+                    "gpu_mig",
+                    "error",
+                    f"MIG is on for GPU {gpu['index']} at {place(gpu)}; tensor parallelism needs whole GPUs",
+                    f"nvidia-smi -i {gpu['index']} -mig 0",
+                )
+            )
     return findings
 
 
-def gather(system: System, nvml: t.Any, sources: t.Sequence[str] = ("nvml", "nvidia-smi", "lspci"), smi: str = "nvidia-smi",
-           peers: bool = True, plan: dict[str, t.Any] | None = None, limit: float = 30.0, nvml_missing: str | None = None) -> dict[str, t.Any]:
+def gather(
+    system: System,
+    nvml: t.Any,
+    sources: t.Sequence[str] = ("nvml", "nvidia-smi", "lspci"),
+    smi: str = "nvidia-smi",
+    peers: bool = True,
+    plan: dict[str, t.Any] | None = None,
+    limit: float = 30.0,
+    nvml_missing: str | None = None,
+) -> dict[str, t.Any]:
     """All facts of one host. ``nvml`` is pynvml, or None with the reason in ``nvml_missing``."""
     began = time.monotonic()
     plan = plan or {}
@@ -703,7 +784,11 @@ def gather(system: System, nvml: t.Any, sources: t.Sequence[str] = ("nvml", "nvi
             answer, source = {"gpus": from_pci(pci), "p2p": None}, name
             break
         if name == "nvml":
-            reply = in_child(lambda: from_nvml(nvml, peers), limit) if nvml is not None else {"ok": False, "reason": nvml_missing or "nvidia-ml-py is not installed"}
+            reply = (
+                in_child(lambda: from_nvml(nvml, peers), limit)
+                if nvml is not None
+                else {"ok": False, "reason": nvml_missing or "nvidia-ml-py is not installed"}
+            )
         else:
             reply = from_smi(system, smi, peers)
         tried.append({"source": name, "ok": reply["ok"], "reason": reply["reason"]})
@@ -724,10 +809,21 @@ def gather(system: System, nvml: t.Any, sources: t.Sequence[str] = ("nvml", "nvi
     state["cuda_version"] = answer.get("cuda_version")
     state["unknown"] = {}
     if answer.get("cuda_version") is None:
-        state["unknown"]["cuda_version"] = "; ".join(f"{entry['source']}: {entry['reason']}" for entry in tried if not entry["ok"]) or "not reported"
+        state["unknown"]["cuda_version"] = (
+            "; ".join(f"{entry['source']}: {entry['reason']}" for entry in tried if not entry["ok"]) or "not reported"
+        )
     init_failures = parse_init_failures(log)
     failures = [entry["reason"] or "" for entry in tried if not entry["ok"] and entry["source"] != "lspci"]
-    state.update(drv.verdict(state, failures, [device["driver"] for device in pci], len(gpus) if source in ("nvml", "nvidia-smi") else None, len(pci), init_failures))
+    state.update(
+        drv.verdict(
+            state,
+            failures,
+            [device["driver"] for device in pci],
+            len(gpus) if source in ("nvml", "nvidia-smi") else None,
+            len(pci),
+            init_failures,
+        )
+    )
     xids = parse_xids(log)
     return {
         "gpus": gpus,
@@ -738,8 +834,12 @@ def gather(system: System, nvml: t.Any, sources: t.Sequence[str] = ("nvml", "nvi
         "p2p": answer.get("p2p"),
         "xids": xids,
         "unknown": {name: reason for name, reason in (("pci", pci_reason), ("xids", log_reason)) if reason},
-        "counts": {"pci": len(pci), "driver": len(gpus) if source in ("nvml", "nvidia-smi") else 0,
-                   "usable": sum(1 for gpu in gpus if gpu["usable"]) if source in ("nvml", "nvidia-smi") else 0, "plan": plan.get("gpu_count")},
+        "counts": {
+            "pci": len(pci),
+            "driver": len(gpus) if source in ("nvml", "nvidia-smi") else 0,
+            "usable": sum(1 for gpu in gpus if gpu["usable"]) if source in ("nvml", "nvidia-smi") else 0,
+            "plan": plan.get("gpu_count"),
+        },
         "findings": compare(gpus, pci, plan, source) + health(gpus, xids, plan.get("groups")),
         "seconds": round(time.monotonic() - began, 3),
     }

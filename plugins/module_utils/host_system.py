@@ -25,7 +25,9 @@ class Result(t.NamedTuple):
 class System:
     """Reads files below given roots and runs commands with a time limit; nothing here raises."""
 
-    def __init__(self, proc_root: str = "/proc", sys_root: str = "/sys", root: str = "/", timeout: float = 20.0, search_path: str = SEARCH_PATH):
+    def __init__(
+        self, proc_root: str = "/proc", sys_root: str = "/sys", root: str = "/", timeout: float = 20.0, search_path: str = SEARCH_PATH
+    ):
         self.proc_root = proc_root.rstrip("/") or "/"
         self.sys_root = sys_root.rstrip("/") or "/"
         self.root = root
@@ -72,7 +74,11 @@ class System:
         limit = self.timeout if timeout is None else timeout
         try:
             child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
                 start_new_session=True,
             )
         except OSError as error:

@@ -112,8 +112,12 @@ def copy_pair(cuda: Cuda, source: str, target: str, sizes: t.Sequence[int] = SIZ
     return result
 
 
-def probe(pairs: t.Sequence[tuple[str, str]], limit: float, make: t.Callable[[], t.Any] = Cuda,
-          copy: t.Callable[[t.Any, str, str], dict[str, t.Any]] = copy_pair) -> dict[str, t.Any]:
+def probe(
+    pairs: t.Sequence[tuple[str, str]],
+    limit: float,
+    make: t.Callable[[], t.Any] = Cuda,
+    copy: t.Callable[[t.Any, str, str], dict[str, t.Any]] = copy_pair,
+) -> dict[str, t.Any]:
     """Try each pair of bus ids in a child process. ``ran`` is False, with the reason, where CUDA cannot be used at all.
 
     A pair that is not done when the limit passes is ``timeout``; the pairs behind it are ``not_tried``.
@@ -133,7 +137,12 @@ def probe(pairs: t.Sequence[tuple[str, str]], limit: float, make: t.Callable[[],
                         try:
                             out.write(json.dumps({"done": copy(cuda, source, target)}) + "\n")
                         except CudaError as error:
-                            out.write(json.dumps({"done": {"from": source, "to": target, "status": "error", "reason": str(error), "gib_per_s": None}}) + "\n")
+                            out.write(
+                                json.dumps(
+                                    {"done": {"from": source, "to": target, "status": "error", "reason": str(error), "gib_per_s": None}}
+                                )
+                                + "\n"
+                            )
                 except CudaError as error:
                     out.write(json.dumps({"refused": str(error)}) + "\n")
         except BaseException:  # the parent sees the pipe end
@@ -179,14 +188,25 @@ def _result(text: str, pairs: t.Sequence[tuple[str, str]], limit: float, late: b
         if "done" in said:
             done[(said["done"]["from"], said["done"]["to"])] = said["done"]
     if not ready:
-        return {"ran": False, "reason": f"CUDA did not start within {limit:g} s" if late else "the process that asked CUDA ended", "pairs": []}
+        return {
+            "ran": False,
+            "reason": f"CUDA did not start within {limit:g} s" if late else "the process that asked CUDA ended",
+            "pairs": [],
+        }
     rows = []
     for source, target in pairs:
         if (source, target) in done:
             rows.append(done[(source, target)])
         elif (source, target) == started:
-            rows.append({"from": source, "to": target, "status": "timeout" if late else "error", "gib_per_s": None,
-                         "reason": f"no end within {limit:g} s; the GPUs may have to be reset" if late else "the process ended in the copy"})
+            rows.append(
+                {
+                    "from": source,
+                    "to": target,
+                    "status": "timeout" if late else "error",
+                    "gib_per_s": None,
+                    "reason": f"no end within {limit:g} s; the GPUs may have to be reset" if late else "the process ended in the copy",
+                }
+            )
         else:
             rows.append({"from": source, "to": target, "status": "not_tried", "reason": "a pair before it did not end", "gib_per_s": None})
     return {"ran": True, "reason": None, "pairs": rows}

@@ -20,7 +20,7 @@ from . import driver, gpu_info
 from .driver import finding
 from .host_system import System
 
-GIB = 1024 ** 3
+GIB = 1024**3
 SUPPORTED = {"ubuntu": ("24.04",), "debian": ("12", "13")}
 # RTX PRO 6000 Blackwell: Workstation, Max-Q Workstation and Server Edition.
 KNOWN_DEVICES = {"10de:2bb1": "Workstation", "10de:2bb4": "Max-Q", "10de:2bb5": "Server"}
@@ -36,7 +36,9 @@ IOMMU_PROPOSAL = "iommu=pt"
 
 def compat_elements(value: str) -> list[str]:
     """Elements of a search path that are a cuda-compat folder: one of its parts is named compat."""
-    return [element for element in value.split(":") if any(part == "compat" or part.startswith("cuda-compat") for part in element.split("/"))]
+    return [
+        element for element in value.split(":") if any(part == "compat" or part.startswith("cuda-compat") for part in element.split("/"))
+    ]
 
 
 def environment_findings(environments: dict[str, dict[str, t.Any]], allow_compat: bool = False) -> list[dict[str, str]]:
@@ -46,9 +48,14 @@ def environment_findings(environments: dict[str, dict[str, t.Any]], allow_compat
         for name in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
             elements = compat_elements(str((environment or {}).get(name, "")))
             if elements and not allow_compat:
-                findings.append(finding(
-                    "cuda_compat", "error", f"{where}: {name} has {', '.join(elements)}, whose libcuda shadows the driver's (CUDA error 803)",
-                    "take it out; preflight_allow_cuda_compat permits it for a data-centre driver that is older than its toolkit"))
+                findings.append(
+                    finding(
+                        "cuda_compat",
+                        "error",
+                        f"{where}: {name} has {', '.join(elements)}, whose libcuda shadows the driver's (CUDA error 803)",
+                        "take it out; preflight_allow_cuda_compat permits it for a data-centre driver that is older than its toolkit",
+                    )
+                )
     return findings
 
 
@@ -67,37 +74,68 @@ def driver_findings(wanted: dict[str, t.Any]) -> list[dict[str, str]]:
     findings = []
     source = wanted.get("source", "cuda")
     if isinstance(source, (list, tuple)) or str(source) not in ("cuda", "distribution"):
-        findings.append(finding("driver_source", "error", f"nvidia_driver_source is {source!r}: the driver must come from one origin",
-                                "choose cuda or distribution, not both; apt cannot combine packages of two origins"))
+        findings.append(
+            finding(
+                "driver_source",
+                "error",
+                f"nvidia_driver_source is {source!r}: the driver must come from one origin",
+                "choose cuda or distribution, not both; apt cannot combine packages of two origins",
+            )
+        )
     number = driver.branch(str(wanted.get("branch", 580)))
     if number is None or number < 580:
-        findings.append(finding("driver_branch", "error", f"nvidia_driver_branch is {wanted.get('branch')!r}", "Blackwell needs branch 580 or newer"))
+        findings.append(
+            finding("driver_branch", "error", f"nvidia_driver_branch is {wanted.get('branch')!r}", "Blackwell needs branch 580 or newer")
+        )
     version = str(wanted.get("version") or "")
     if version and not re.match(r"^\d+(\.\d+)+$", version):
-        findings.append(finding("driver_version", "error", f"nvidia_driver_version is {version!r}", "give a version such as 580.95.05, without the package revision"))
+        findings.append(
+            finding(
+                "driver_version",
+                "error",
+                f"nvidia_driver_version is {version!r}",
+                "give a version such as 580.95.05, without the package revision",
+            )
+        )
     elif version and number is not None and driver.branch(version) != number:
-        findings.append(finding("driver_version", "error", f"nvidia_driver_version {version} is not of branch {number}", "let branch and version agree"))
+        findings.append(
+            finding("driver_version", "error", f"nvidia_driver_version {version} is not of branch {number}", "let branch and version agree")
+        )
     return findings
 
 
 def core_findings(version: str, low: tuple[int, int] = (2, 18), high: tuple[int, int] = (2, 22)) -> list[dict[str, str]]:
     match = re.match(r"^(\d+)\.(\d+)", version or "")
     if match and not low <= (int(match.group(1)), int(match.group(2))) < high:
-        return [finding("ansible_version", "warning", f"ansible-core {version} was not tried with this collection", f"use {low[0]}.{low[1]} to {high[0]}.{high[1] - 1}")]
+        return [
+            finding(
+                "ansible_version",
+                "warning",
+                f"ansible-core {version} was not tried with this collection",
+                f"use {low[0]}.{low[1]} to {high[0]}.{high[1] - 1}",
+            )
+        ]
     return []
 
 
 def placement_findings(groups: dict[str, list[str]]) -> list[dict[str, str]]:
     """Every kind of instance has a host."""
-    return [finding("no_host", "error", f"group {name} has no host", f"put a host into {name}") for name, hosts in groups.items() if not hosts]
+    return [
+        finding("no_host", "error", f"group {name} has no host", f"put a host into {name}") for name, hosts in groups.items() if not hosts
+    ]
 
 
 def inventory(given: dict[str, t.Any]) -> list[dict[str, str]]:
     """All findings of an inventory; those of the serving plan come with it."""
     plan = [{key: item[key] for key in ("id", "severity", "what", "hint")} for item in given.get("plan_findings") or []]
-    return (core_findings(given.get("core_version", "")) + placement_findings(given.get("groups") or {}) + plan
-            + driver_findings(given.get("driver") or {}) + boolean_findings(given.get("booleans") or {})
-            + environment_findings(given.get("environments") or {}, bool(given.get("allow_cuda_compat"))))
+    return (
+        core_findings(given.get("core_version", ""))
+        + placement_findings(given.get("groups") or {})
+        + plan
+        + driver_findings(given.get("driver") or {})
+        + boolean_findings(given.get("booleans") or {})
+        + environment_findings(given.get("environments") or {}, bool(given.get("allow_cuda_compat")))
+    )
 
 
 # -- parsers for the host -------------------------------------------------------------------------------------------
@@ -129,17 +167,32 @@ def acs_findings(acs: dict[str, t.Any], pci: list[dict[str, t.Any]], known: bool
     if not above:
         return []
     if not known:
-        return [finding("acs_unknown", "warning", "ACS of the bridges above the GPUs could not be read", "install pciutils; lspci must run as root")]
+        return [
+            finding(
+                "acs_unknown", "warning", "ACS of the bridges above the GPUs could not be read", "install pciutils; lspci must run as root"
+            )
+        ]
     redirecting = [bridge for bridge in above if acs.get(bridge)]
     denied = [bridge for bridge in above if bridge in acs and acs[bridge] is None]
     findings = []
     if redirecting:
-        findings.append(finding(
-            "acs_redirect", "warning",
-            f"ACS redirects peer traffic at {', '.join(redirecting)}: copies between GPUs go up through the IOMMU, are slow, or hang NCCL",
-            "switch ACS off in the BIOS, or set nvidia_driver_disable_acs (cleared at each boot), or set sglang_dsv4_p2p to disabled"))
+        findings.append(
+            finding(
+                "acs_redirect",
+                "warning",
+                f"ACS redirects peer traffic at {', '.join(redirecting)}: copies between GPUs go up through the IOMMU, are slow, or hang NCCL",
+                "switch ACS off in the BIOS, or set nvidia_driver_disable_acs (cleared at each boot), or set sglang_dsv4_p2p to disabled",
+            )
+        )
     if denied:
-        findings.append(finding("acs_unknown", "warning", f"ACS of {', '.join(denied)} could not be read (access denied); it may be on", "lspci must run as root"))
+        findings.append(
+            finding(
+                "acs_unknown",
+                "warning",
+                f"ACS of {', '.join(denied)} could not be read (access denied); it may be on",
+                "lspci must run as root",
+            )
+        )
     return findings
 
 
@@ -174,15 +227,29 @@ def toolkit_findings(facts: dict[str, t.Any], driver_cuda: str | None, managed: 
     needed = ".".join(map(str, JIT_TOOLKIT))
     if not facts["nvcc"]:
         severity = "info" if managed else "warning"
-        return [finding("toolkit_missing", severity, f"no nvcc at {facts['home']} or on the search path",
-                        "the role nvidia_driver installs it" if managed else "set nvidia_driver_cuda_toolkit, or name a toolkit; kernels that are compiled at run time need one")]
+        return [
+            finding(
+                "toolkit_missing",
+                severity,
+                f"no nvcc at {facts['home']} or on the search path",
+                "the role nvidia_driver installs it"
+                if managed
+                else "set nvidia_driver_cuda_toolkit, or name a toolkit; kernels that are compiled at run time need one",
+            )
+        ]
     where = facts["home"] + (f" (a link to {facts['target']})" if facts["target"] and facts["target"] != facts["home"] else "")
     if facts["version"] is None:
         return [finding("toolkit_unknown", "warning", f"{facts['nvcc']} does not tell its version", "run it with --version")]
     if version_tuple(facts["version"]) < JIT_TOOLKIT:
         more = f", although the driver offers CUDA {driver_cuda}" if driver_cuda else ""
-        return [finding("toolkit_too_old", "error", f"toolkit {facts['version']} < {needed}, required for sm_120 JIT: {where}{more}",
-                        f"install CUDA toolkit {needed} or newer, and let {facts['home']} lead to it")]
+        return [
+            finding(
+                "toolkit_too_old",
+                "error",
+                f"toolkit {facts['version']} < {needed}, required for sm_120 JIT: {where}{more}",
+                f"install CUDA toolkit {needed} or newer, and let {facts['home']} lead to it",
+            )
+        ]
     return []
 
 
@@ -195,13 +262,21 @@ def parse_listeners(text: str, six: bool = False) -> list[dict[str, t.Any]]:
             address, port = words[1].rsplit(":", 1)
             raw = bytes.fromhex(address)
             ordered = b"".join(struct.pack(">I", word) for word in struct.unpack(f"={len(raw) // 4}I", raw))
-            found.append({"address": socket.inet_ntop(socket.AF_INET6 if six else socket.AF_INET, ordered), "port": int(port, 16), "inode": int(words[9])})
+            found.append(
+                {
+                    "address": socket.inet_ntop(socket.AF_INET6 if six else socket.AF_INET, ordered),
+                    "port": int(port, 16),
+                    "inode": int(words[9]),
+                }
+            )
     return found
 
 
 def listeners(system: System, real_proc: str = "/proc") -> list[dict[str, t.Any]]:
     """Who listens: address, port, and pid, command and unit where the process can be seen."""
-    found = parse_listeners(system.read(f"{real_proc}/net/tcp") or "") + parse_listeners(system.read(f"{real_proc}/net/tcp6") or "", six=True)
+    found = parse_listeners(system.read(f"{real_proc}/net/tcp") or "") + parse_listeners(
+        system.read(f"{real_proc}/net/tcp6") or "", six=True
+    )
     wanted = {entry["inode"]: entry for entry in found}
     for entry in found:
         entry.update(pid=None, command=None, unit=None)
@@ -217,7 +292,11 @@ def listeners(system: System, real_proc: str = "/proc") -> list[dict[str, t.Any]
                 continue
             if match and int(match.group(1)) in wanted:
                 entry = wanted[int(match.group(1))]
-                entry.update(pid=int(pid), command=(system.read(f"{real_proc}/{pid}/comm") or "").strip(), unit=gpu_info.unit_of(system.read(f"{real_proc}/{pid}/cgroup")))
+                entry.update(
+                    pid=int(pid),
+                    command=(system.read(f"{real_proc}/{pid}/comm") or "").strip(),
+                    unit=gpu_info.unit_of(system.read(f"{real_proc}/{pid}/cgroup")),
+                )
     return found
 
 
@@ -231,8 +310,19 @@ def port_findings(found: list[dict[str, t.Any]], planned: list[dict[str, t.Any]]
     for port, what in wanted.items():
         holders = [entry for entry in found if entry["port"] == port and entry["unit"] not in ours]
         for entry in holders[:1]:
-            who = f"process {entry['pid']} ({entry['command']}, {entry['unit'] or 'no unit'})" if entry["pid"] else "a process that cannot be seen from here"
-            findings.append(finding("port_in_use", "error", f"port {port} ({what}) is held by {who}", "end that service or choose another port in dsv4_topology"))
+            who = (
+                f"process {entry['pid']} ({entry['command']}, {entry['unit'] or 'no unit'})"
+                if entry["pid"]
+                else "a process that cannot be seen from here"
+            )
+            findings.append(
+                finding(
+                    "port_in_use",
+                    "error",
+                    f"port {port} ({what}) is held by {who}",
+                    "end that service or choose another port in dsv4_topology",
+                )
+            )
     return findings
 
 
@@ -241,9 +331,13 @@ def os_findings(text: str | None, machine: str) -> list[dict[str, str]]:
     name, version = fields.get("ID", "unknown"), fields.get("VERSION_ID", "unknown")
     findings = []
     if version not in SUPPORTED.get(name, ()):
-        findings.append(finding("os_unsupported", "error", f"{name} {version} is not supported", "use Ubuntu 24.04, Debian 12 or Debian 13"))
+        findings.append(
+            finding("os_unsupported", "error", f"{name} {version} is not supported", "use Ubuntu 24.04, Debian 12 or Debian 13")
+        )
     if machine != "x86_64":
-        findings.append(finding("arch_unsupported", "error", f"the machine is {machine}", "the locks and the driver's packages are for x86_64"))
+        findings.append(
+            finding("arch_unsupported", "error", f"the machine is {machine}", "the locks and the driver's packages are for x86_64")
+        )
     return findings
 
 
@@ -255,14 +349,33 @@ def kernel_findings(state: dict[str, t.Any], wanted_version: str, headers: dict[
     for branch, mended, kernel in BUILD_LIMITS:
         too_old = mended is None or version_tuple(version) < version_tuple(mended)
         if version and driver.branch(version) == branch and too_old and version_tuple(target)[:2] >= kernel:
-            findings.append(finding("kernel_too_new", "error", f"driver {version} does not build for kernel {target}",
-                                    f"pin {mended} or newer" if mended else "pin a newer branch, or boot an older kernel"))
+            findings.append(
+                finding(
+                    "kernel_too_new",
+                    "error",
+                    f"driver {version} does not build for kernel {target}",
+                    f"pin {mended} or newer" if mended else "pin a newer branch, or boot an older kernel",
+                )
+            )
     for release, there in headers.items():
         if there is False:
-            findings.append(finding("headers_missing", "warning", f"headers of kernel {release} are neither installed nor offered by the package index",
-                                    f"make linux-headers-{release} available (or boot the kernel of the distribution); without them DKMS builds nothing"))
+            findings.append(
+                finding(
+                    "headers_missing",
+                    "warning",
+                    f"headers of kernel {release} are neither installed nor offered by the package index",
+                    f"make linux-headers-{release} available (or boot the kernel of the distribution); without them DKMS builds nothing",
+                )
+            )
     if state["target_kernel_reason"] and "no kernel image" not in state["target_kernel_reason"]:
-        findings.append(finding("target_kernel", "warning", f"which kernel boots next is not certain: {state['target_kernel_reason']}", "set GRUB_DEFAULT=0, or pick the entry yourself"))
+        findings.append(
+            finding(
+                "target_kernel",
+                "warning",
+                f"which kernel boots next is not certain: {state['target_kernel_reason']}",
+                "set GRUB_DEFAULT=0, or pick the entry yourself",
+            )
+        )
     return findings
 
 
@@ -289,14 +402,26 @@ def iommu_findings(state: dict[str, t.Any], gpus: int) -> list[dict[str, str]]:
     findings = []
     asked_next, asked_now = iommu["asked_configured"], iommu["asked_running"]
     if asked_next != asked_now and asked_next != "default":
-        findings.append(finding(
-            "iommu_reboot", "warning", f"iommu.configured={asked_next}, iommu.running={iommu['running'] if iommu['running'] != 'unknown' else asked_now}, reboot_required=true",
-            "run update-grub when /boot/grub/grub.cfg does not have it yet, then reboot; only /proc/cmdline counts"))
+        findings.append(
+            finding(
+                "iommu_reboot",
+                "warning",
+                f"iommu.configured={asked_next}, iommu.running={iommu['running'] if iommu['running'] != 'unknown' else asked_now}, reboot_required=true",
+                "run update-grub when /boot/grub/grub.cfg does not have it yet, then reboot; only /proc/cmdline counts",
+            )
+        )
     if iommu["running"] == "translated" or (iommu["running"] == "unknown" and asked_now == "default"):
-        findings.append(finding(
-            "iommu_translated", "warning",
-            "the IOMMU translates the GPUs' DMA" if iommu["running"] == "translated" else "whether the IOMMU translates the GPUs' DMA cannot be told",
-            f"copies between GPUs may be slow or wrong; put {IOMMU_PROPOSAL} on the kernel command line (nvidia_driver_manage_cmdline does), or amd_iommu=off / intel_iommu=off"))
+        findings.append(
+            finding(
+                "iommu_translated",
+                "warning",
+                "the IOMMU translates the GPUs' DMA"
+                if iommu["running"] == "translated"
+                else "whether the IOMMU translates the GPUs' DMA cannot be told",
+                f"copies between GPUs may be slow or wrong; put {IOMMU_PROPOSAL} on the kernel command line (nvidia_driver_manage_cmdline does), "
+                "or amd_iommu=off / intel_iommu=off",
+            )
+        )
     return findings
 
 
@@ -306,14 +431,23 @@ def disk_findings(spaces: list[dict[str, t.Any]]) -> list[dict[str, str]]:
     by_device: dict[t.Any, list[dict[str, t.Any]]] = {}
     for space in spaces:
         if space["free_gib"] is None:
-            findings.append(finding("disk_unknown", "warning", f"free space for {space['path']} cannot be read", "create the folder or its parent"))
+            findings.append(
+                finding("disk_unknown", "warning", f"free space for {space['path']} cannot be read", "create the folder or its parent")
+            )
         else:
             by_device.setdefault(space["device"], []).append(space)
     for entries in by_device.values():
         need, free = sum(entry["need_gib"] for entry in entries), entries[0]["free_gib"]
         if free < need:
             what = ", ".join(f"{entry['path']} ({entry['what']}) {entry['need_gib']} GiB" for entry in entries)
-            findings.append(finding("disk_full", "error", f"{free:.0f} GiB are free, {need} GiB are needed: {what}", "free some space, or move dsv4_root to a larger disk"))
+            findings.append(
+                finding(
+                    "disk_full",
+                    "error",
+                    f"{free:.0f} GiB are free, {need} GiB are needed: {what}",
+                    "free some space, or move dsv4_root to a larger disk",
+                )
+            )
     return findings
 
 
@@ -330,7 +464,9 @@ def disk_space(paths: list[dict[str, t.Any]], staged: t.Callable[[str], bool] = 
             free, device = shutil.disk_usage(place).free / GIB, os.stat(place).st_dev
         except OSError:
             free, device = None, None
-        spaces.append({"path": entry["path"], "what": entry.get("what", "data"), "need_gib": entry["need_gib"], "free_gib": free, "device": device})
+        spaces.append(
+            {"path": entry["path"], "what": entry.get("what", "data"), "need_gib": entry["need_gib"], "free_gib": free, "device": device}
+        )
     return spaces
 
 
@@ -340,11 +476,20 @@ def memory_findings(meminfo: str | None, need_gib: float) -> list[dict[str, str]
         return [finding("memory_unknown", "warning", "the size of the main memory cannot be read", "look at /proc/meminfo")]
     have = int(match.group(1)) / 1024 / 1024
     if have < need_gib:
-        return [finding("memory_small", "error", f"{have:.0f} GiB of main memory, {need_gib:g} GiB are needed", "loading goes through the page cache; less makes it crawl or fail (preflight_memory_gib)")]
+        return [
+            finding(
+                "memory_small",
+                "error",
+                f"{have:.0f} GiB of main memory, {need_gib:g} GiB are needed",
+                "loading goes through the page cache; less makes it crawl or fail (preflight_memory_gib)",
+            )
+        ]
     return []
 
 
-def numa_findings(gpus: list[dict[str, t.Any]], groups: dict[str, list[int]], nodes: dict[str, int], present: list[int]) -> list[dict[str, str]]:
+def numa_findings(
+    gpus: list[dict[str, t.Any]], groups: dict[str, list[int]], nodes: dict[str, int], present: list[int]
+) -> list[dict[str, str]]:
     """NUMA nodes of the plan against those of the GPUs. -1 in the plan binds nothing; -1 from the firmware cannot be bound."""
     findings = []
     by_index = {gpu["index"]: gpu for gpu in gpus}
@@ -352,18 +497,36 @@ def numa_findings(gpus: list[dict[str, t.Any]], groups: dict[str, list[int]], no
         if node is None or int(node) < 0:
             continue
         if present and int(node) not in present:
-            findings.append(finding("numa_node_absent", "error", f"{name} is planned for NUMA node {node}, the host has {present}",
-                                    f"mend dsv4_topology.instances.{name}.numa_node"))
+            findings.append(
+                finding(
+                    "numa_node_absent",
+                    "error",
+                    f"{name} is planned for NUMA node {node}, the host has {present}",
+                    f"mend dsv4_topology.instances.{name}.numa_node",
+                )
+            )
             continue
         away = [index for index in groups.get(name, []) if index in by_index and by_index[index]["numa_node"] not in (None, -1, int(node))]
         if away:
             real = sorted({by_index[index]["numa_node"] for index in away})
-            findings.append(finding("numa_mismatch", "error", f"{name} is bound to NUMA node {node}, but its GPUs {away} are on node {', '.join(map(str, real))}",
-                                    f"give {name} GPUs of node {node}, or set dsv4_topology.instances.{name}.numa_node to {real[0] if len(real) == 1 else -1}"))
+            findings.append(
+                finding(
+                    "numa_mismatch",
+                    "error",
+                    f"{name} is bound to NUMA node {node}, but its GPUs {away} are on node {', '.join(map(str, real))}",
+                    f"give {name} GPUs of node {node}, or set dsv4_topology.instances.{name}.numa_node to {real[0] if len(real) == 1 else -1}",
+                )
+            )
         unknown = [index for index in groups.get(name, []) if index in by_index and by_index[index]["numa_node"] in (None, -1)]
         if unknown and len(present) > 1:
-            findings.append(finding("numa_unknown", "warning", f"the firmware tells no NUMA node for GPUs {unknown} of {name}",
-                                    f"look for NPS or NUMA settings in the BIOS, or set dsv4_topology.instances.{name}.numa_node to -1"))
+            findings.append(
+                finding(
+                    "numa_unknown",
+                    "warning",
+                    f"the firmware tells no NUMA node for GPUs {unknown} of {name}",
+                    f"look for NPS or NUMA settings in the BIOS, or set dsv4_topology.instances.{name}.numa_node to -1",
+                )
+            )
     return findings
 
 
@@ -375,10 +538,18 @@ def compat_findings(system: System) -> list[dict[str, str]]:
     """Does the loader find a cuda-compat libcuda before the driver's?"""
     path = system.which("ldconfig")
     out = system.run([path, "-p"]).out if path else ""
-    first = next((line.split("=>")[1].strip() for line in out.splitlines() if line.strip().startswith("libcuda.so.1") and "=>" in line), None)
+    first = next(
+        (line.split("=>")[1].strip() for line in out.splitlines() if line.strip().startswith("libcuda.so.1") and "=>" in line), None
+    )
     if first and compat_elements(os.path.dirname(first)):
-        return [finding("cuda_compat_ldconfig", "error", f"the loader takes {first} before the driver's libcuda (CUDA error 803)",
-                        "remove the compat folder from /etc/ld.so.conf.d, then run ldconfig")]
+        return [
+            finding(
+                "cuda_compat_ldconfig",
+                "error",
+                f"the loader takes {first} before the driver's libcuda (CUDA error 803)",
+                "remove the compat folder from /etc/ld.so.conf.d, then run ldconfig",
+            )
+        ]
     return []
 
 
@@ -388,7 +559,14 @@ def time_findings(system: System) -> list[dict[str, str]]:
         return [finding("time_unknown", "info", "whether the clock is synchronized cannot be told", "install systemd-timesyncd or chrony")]
     answer = system.run([path, "show", "--property=NTPSynchronized", "--value"])
     if answer.out.strip() == "no":
-        return [finding("time_not_synchronized", "warning", "the clock is not synchronized", "start systemd-timesyncd or chrony; records and logs of several hosts must agree")]
+        return [
+            finding(
+                "time_not_synchronized",
+                "warning",
+                "the clock is not synchronized",
+                "start systemd-timesyncd or chrony; records and logs of several hosts must agree",
+            )
+        ]
     return []
 
 
@@ -401,8 +579,15 @@ def process_findings(gpus: list[dict[str, t.Any]], units: list[str]) -> list[dic
             if process.get("unit") not in ours:
                 entry = seen.setdefault(process["pid"], {**process, "gpus": []})
                 entry["gpus"].append(gpu["index"])
-    return [finding("gpu_in_use", "error", f"process {pid} ({entry['name'] or 'unknown'}, {entry.get('unit') or 'no unit'}) uses GPUs {entry['gpus']} and is none of ours",
-                    f"let it end, or stop it by its pid ({pid}) after looking at it") for pid, entry in sorted(seen.items())]
+    return [
+        finding(
+            "gpu_in_use",
+            "error",
+            f"process {pid} ({entry['name'] or 'unknown'}, {entry.get('unit') or 'no unit'}) uses GPUs {entry['gpus']} and is none of ours",
+            f"let it end, or stop it by its pid ({pid}) after looking at it",
+        )
+        for pid, entry in sorted(seen.items())
+    ]
 
 
 def device_findings(pci: list[dict[str, t.Any]]) -> list[dict[str, str]]:
@@ -410,23 +595,40 @@ def device_findings(pci: list[dict[str, t.Any]]) -> list[dict[str, str]]:
     findings = []
     other = sorted({device["device_id"] for device in pci} - set(KNOWN_DEVICES))
     if other:
-        findings.append(finding("gpu_other_model", "warning", f"PCI ids {', '.join(other)} are no RTX PRO 6000 Blackwell", "kernels and memory fractions are chosen for sm_120 with 96 GB"))
+        findings.append(
+            finding(
+                "gpu_other_model",
+                "warning",
+                f"PCI ids {', '.join(other)} are no RTX PRO 6000 Blackwell",
+                "kernels and memory fractions are chosen for sm_120 with 96 GB",
+            )
+        )
     for name in ("nouveau", "vfio-pci"):
         bound = [gpu_info.place(device) for device in pci if device["driver"] == name]
         if bound:
-            findings.append(finding(f"gpu_bound_to_{name.replace('-', '_')}", "warning" if name == "nouveau" else "error",
-                                    f"gpu_bound_to={name}: {', '.join(bound)}",
-                                    "the role nvidia_driver blacklists nouveau, rebuilds the initramfs and reboots once" if name == "nouveau"
-                                    else "the card is reserved for a virtual machine; take it out of the vfio-pci ids"))
+            findings.append(
+                finding(
+                    f"gpu_bound_to_{name.replace('-', '_')}",
+                    "warning" if name == "nouveau" else "error",
+                    f"gpu_bound_to={name}: {', '.join(bound)}",
+                    "the role nvidia_driver blacklists nouveau, rebuilds the initramfs and reboots once"
+                    if name == "nouveau"
+                    else "the card is reserved for a virtual machine; take it out of the vfio-pci ids",
+                )
+            )
     return findings
 
 
 # What the role nvidia_driver mends is no error before it.
 MENDED = {"driver_wrong_flavour", "driver_packages_not_configured", "driver_not_held", "driver_dkms"}
 DRIVER_STATES = {
-    "not_installed": ("info", "driver_not_installed"), "not_loaded": ("warning", "driver_not_loaded"), "nouveau": ("info", "driver_nouveau"),
-    "reboot_required": ("warning", "driver_reboot_required"), "wrong_flavour": ("error", "driver_wrong_flavour"),
-    "adapter_init_failed": ("error", "driver_adapter_init_failed"), "unknown": ("info", "driver_unknown"),
+    "not_installed": ("info", "driver_not_installed"),
+    "not_loaded": ("warning", "driver_not_loaded"),
+    "nouveau": ("info", "driver_nouveau"),
+    "reboot_required": ("warning", "driver_reboot_required"),
+    "wrong_flavour": ("error", "driver_wrong_flavour"),
+    "adapter_init_failed": ("error", "driver_adapter_init_failed"),
+    "unknown": ("info", "driver_unknown"),
 }
 
 
@@ -457,10 +659,22 @@ def peer_pairs(groups: dict[str, list[int]]) -> list[tuple[int, int]]:
 def p2p_findings(result: dict[str, t.Any]) -> list[dict[str, str]]:
     """Findings of the copy-and-compare test."""
     if not result["ran"]:
-        return [finding("p2p_not_tested", "info", f"copies between GPUs were not tested: {result['reason']}", "run the role preflight again when the driver is there and the GPUs are idle")]
+        return [
+            finding(
+                "p2p_not_tested",
+                "info",
+                f"copies between GPUs were not tested: {result['reason']}",
+                "run the role preflight again when the driver is there and the GPUs are idle",
+            )
+        ]
     findings = []
     for status, severity, what, hint in (
-        ("wrong_data", "error", "copies report success and the data is wrong", "a translating IOMMU or ACS is in the way: iommu=pt or off, ACS off; or set sglang_dsv4_p2p to disabled"),
+        (
+            "wrong_data",
+            "error",
+            "copies report success and the data is wrong",
+            "a translating IOMMU or ACS is in the way: iommu=pt or off, ACS off; or set sglang_dsv4_p2p to disabled",
+        ),
         ("timeout", "error", "a copy never ended", "reset the GPUs or reboot; then IOMMU and ACS off, or set sglang_dsv4_p2p to disabled"),
         ("error", "error", "a copy failed", "read the reason; set sglang_dsv4_p2p to disabled when it cannot be mended"),
         ("no_peer_access", "warning", "no peer access", "set sglang_dsv4_p2p to disabled, or look at IOMMU, ACS and the slots"),
@@ -481,7 +695,14 @@ def matrix_findings(p2p: dict[str, t.Any] | None, pairs: list[tuple[int, int]]) 
     if not bad:
         return []
     shown = ", ".join(f"{a}>{b} {status}" for (a, b), status in list(bad.items())[:4])
-    return [finding("p2p_refused", "warning", f"the driver refuses peer access for {len(bad)} planned pairs: {shown}", "look at IOMMU, ACS and BAR sizes, or set sglang_dsv4_p2p to disabled")]
+    return [
+        finding(
+            "p2p_refused",
+            "warning",
+            f"the driver refuses peer access for {len(bad)} planned pairs: {shown}",
+            "look at IOMMU, ACS and BAR sizes, or set sglang_dsv4_p2p to disabled",
+        )
+    ]
 
 
 # -- everything -------------------------------------------------------------------------------------------------
@@ -510,7 +731,10 @@ def table(findings: list[dict[str, str]], ignored: list[dict[str, str]], width: 
         if item["severity"] != "ignored":
             lines += [" " * len(head) + line for line in textwrap.wrap("-> " + item["hint"], max(40, width - len(head)))]
     count = {severity: sum(1 for item in findings if item["severity"] == severity) for severity in SEVERITIES}
-    lines.append(", ".join(f"{number} {severity}{'s' if number != 1 else ''}" for severity, number in count.items()) + (f", {len(ignored)} ignored" if ignored else ""))
+    lines.append(
+        ", ".join(f"{number} {severity}{'s' if number != 1 else ''}" for severity, number in count.items())
+        + (f", {len(ignored)} ignored" if ignored else "")
+    )
     return lines
 
 
@@ -519,8 +743,19 @@ def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> di
     plan = given.get("plan") or {}
     groups = plan.get("groups") or {}
     units = given.get("units") or []
-    state = driver.state(system, driver.Question(
-        given.get("family") or [], given.get("hold") or [], given.get("boot") or "/boot", [], [], given.get("mok_certificate") or "", units, bool(facts["pci"])))
+    state = driver.state(
+        system,
+        driver.Question(
+            given.get("family") or [],
+            given.get("hold") or [],
+            given.get("boot") or "/boot",
+            [],
+            [],
+            given.get("mok_certificate") or "",
+            units,
+            bool(facts["pci"]),
+        ),
+    )
     lspci = system.which("lspci")
     acs_answer = system.run([lspci, "-Dvvv"]) if lspci and any(device["bridges"] for device in facts["pci"]) else None
     acs = parse_acs(acs_answer.out) if acs_answer else {}
@@ -547,15 +782,29 @@ def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> di
     )
     for gpu in facts["gpus"]:
         if gpu["bar1_total_mib"] and gpu["memory_total_mib"] and gpu["bar1_total_mib"] < gpu["memory_total_mib"]:
-            findings.append(finding("gpu_bar1_below_memory", "warning",
-                                    f"BAR1 of the GPU at {gpu_info.place(gpu)} is {gpu['bar1_total_mib']} MiB, its memory {gpu['memory_total_mib']} MiB",
-                                    "switch on Above 4G Decoding and Resizable BAR in the BIOS; peer copies need the whole memory in reach"))
+            findings.append(
+                finding(
+                    "gpu_bar1_below_memory",
+                    "warning",
+                    f"BAR1 of the GPU at {gpu_info.place(gpu)} is {gpu['bar1_total_mib']} MiB, its memory {gpu['memory_total_mib']} MiB",
+                    "switch on Above 4G Decoding and Resizable BAR in the BIOS; peer copies need the whole memory in reach",
+                )
+            )
     return {
         "findings": findings,
         "facts": {
-            "driver": {**facts["driver"], **{name: state[name] for name in ("target_kernel", "target_version", "secure_boot", "reboot_required", "reboot_reasons")}},
-            "driver_cuda": facts["driver"].get("cuda_version"), "toolkit_cuda": toolkit["version"], "toolkit": toolkit,
-            "iommu": state["iommu"], "acs": acs, "numa_nodes": numa_nodes(system), "headers": headers, "counts": facts["counts"],
+            "driver": {
+                **facts["driver"],
+                **{name: state[name] for name in ("target_kernel", "target_version", "secure_boot", "reboot_required", "reboot_reasons")},
+            },
+            "driver_cuda": facts["driver"].get("cuda_version"),
+            "toolkit_cuda": toolkit["version"],
+            "toolkit": toolkit,
+            "iommu": state["iommu"],
+            "acs": acs,
+            "numa_nodes": numa_nodes(system),
+            "headers": headers,
+            "counts": facts["counts"],
             "cmdline_proposed": [IOMMU_PROPOSAL] if any(item["id"] == "iommu_translated" for item in findings) else [],
         },
     }

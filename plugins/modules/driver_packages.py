@@ -184,14 +184,21 @@ def summary(plan: driver_packages.Plan) -> str:
     return "; ".join(parts) or "nothing to do"
 
 
-def still_broken(apt: driver_packages.Apt, system: System, scope: list[str], boot: str, ending: driver_packages.Problem | None) -> driver_packages.Problem | None:
+def still_broken(
+    apt: driver_packages.Apt, system: System, scope: list[str], boot: str, ending: driver_packages.Problem | None
+) -> driver_packages.Problem | None:
     """The problem to report when packages are still half way."""
     left = driver_packages.broken_packages(apt.packages(), scope)
     if not left:
         return ending
-    logs = sorted(glob.glob(system.at("/var/lib/dkms/nvidia/*/build/make.log")) + glob.glob(system.at("/var/lib/dkms/nvidia/*/*/*/log/make.log")), key=os.path.getmtime)
+    logs = sorted(
+        glob.glob(system.at("/var/lib/dkms/nvidia/*/build/make.log")) + glob.glob(system.at("/var/lib/dkms/nvidia/*/*/*/log/make.log")),
+        key=os.path.getmtime,
+    )
     dkms, _reason = driver.dkms_entries(system)
-    problem = driver_packages.half_way(left, dkms, driver.module_facts(system)["loaded_version"], logs[-1] if logs else None, driver.bootable_kernels(system, boot))
+    problem = driver_packages.half_way(
+        left, dkms, driver.module_facts(system)["loaded_version"], logs[-1] if logs else None, driver.bootable_kernels(system, boot)
+    )
     if ending is not None:
         problem.more["apt"] = ending.more.get("apt")
     return problem
@@ -201,14 +208,24 @@ def run(module: AnsibleModule, apt: driver_packages.Apt, system: System) -> dict
     given = module.params
     scope = given["scope"] or given["family"]
     wanted = driver_packages.Wanted(
-        given["names"], given["family"], given["version"], given["branch"], given["origin"], given["exact"], given["absent"],
-        given["hold"], given["keep_holds"], scope,
+        given["names"],
+        given["family"],
+        given["version"],
+        given["branch"],
+        given["origin"],
+        given["exact"],
+        given["absent"],
+        given["hold"],
+        given["keep_holds"],
+        scope,
     )
     before = apt.packages()
     held = apt.held()
 
     def plan_now(packages: list[dict], held_now: list[str], complete: bool) -> driver_packages.Plan:
-        asked = set(wanted.names) | set(wanted.exact) | {entry["name"] for entry in packages if driver.in_family(entry["name"], wanted.family)}
+        asked = (
+            set(wanted.names) | set(wanted.exact) | {entry["name"] for entry in packages if driver.in_family(entry["name"], wanted.family)}
+        )
         return driver_packages.decide(wanted, packages, held_now, apt.policy(asked), apt.origins(), complete, apt.names)
 
     complete = not module.check_mode
@@ -227,8 +244,15 @@ def run(module: AnsibleModule, apt: driver_packages.Apt, system: System) -> dict
         else:
             apt.update()
             plan = plan_now(before, held, True)
-    result = {"changed": plan.changed, "version": plan.version, "install": plan.install, "remove": plan.remove, "hold": plan.hold,
-              "repaired": plan.broken, "summary": summary(plan)}
+    result = {
+        "changed": plan.changed,
+        "version": plan.version,
+        "install": plan.install,
+        "remove": plan.remove,
+        "hold": plan.hold,
+        "repaired": plan.broken,
+        "summary": summary(plan),
+    }
     after, held_after = before, held
     if plan.changed and not module.check_mode:
         ending = None
@@ -257,9 +281,14 @@ def run(module: AnsibleModule, apt: driver_packages.Apt, system: System) -> dict
     result["held"] = [name for name in held_after if driver.in_family(name, scope) or name in wanted.names]
     if plan.changed:
         result["diff"] = {
-            "before": "".join(f"{entry['name']} {entry['version']}{' held' if entry['name'] in held else ''}\n" for entry in before if driver.in_family(entry["name"], scope)),
-            "after": result["summary"] + "\n" if module.check_mode else "".join(
-                f"{entry['name']} {entry['version']}{' held' if entry['name'] in held_after else ''}\n" for entry in inside),
+            "before": "".join(
+                f"{entry['name']} {entry['version']}{' held' if entry['name'] in held else ''}\n"
+                for entry in before
+                if driver.in_family(entry["name"], scope)
+            ),
+            "after": result["summary"] + "\n"
+            if module.check_mode
+            else "".join(f"{entry['name']} {entry['version']}{' held' if entry['name'] in held_after else ''}\n" for entry in inside),
         }
     return result
 
@@ -291,7 +320,10 @@ def main() -> None:
         result = run(module, apt, system)
     except driver_packages.Problem as problem:
         apt.forget()
-        module.fail_json(msg=f"{problem.what}. {problem.hint}".strip(), finding={"id": problem.ident, "what": problem.what, "hint": problem.hint, **problem.more})
+        module.fail_json(
+            msg=f"{problem.what}. {problem.hint}".strip(),
+            finding={"id": problem.ident, "what": problem.what, "hint": problem.hint, **problem.more},
+        )
     apt.forget()
     module.exit_json(**result)
 

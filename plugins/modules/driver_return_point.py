@@ -94,7 +94,9 @@ def main() -> None:
     )
     given = module.params
     system = System()
-    present = {entry["name"]: entry["version"] for entry in driver.installed_packages(system) if driver.in_family(entry["name"], given["scope"])}
+    present = {
+        entry["name"]: entry["version"] for entry in driver.installed_packages(system) if driver.in_family(entry["name"], given["scope"])
+    }
     try:
         if given["state"] == "read":
             module.exit_json(changed=False, point=driver_return_point.load(given["folder"], given["number"]), present=present)

@@ -120,7 +120,14 @@ def main() -> None:
     system = System(given["proc_root"], given["sys_root"])
     pci, _reason = gpu_info.pci_gpus(system)
     question = driver.Question(
-        given["family"], given["hold"], given["boot"], given["cmdline"], given["cmdline_absent"], given["mok_certificate"], given["units"], bool(pci),
+        given["family"],
+        given["hold"],
+        given["boot"],
+        given["cmdline"],
+        given["cmdline_absent"],
+        given["mok_certificate"],
+        given["units"],
+        bool(pci),
     )
     module.exit_json(changed=False, state=driver.state(system, question), gpus_on_bus=len(pci))
 

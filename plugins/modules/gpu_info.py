@@ -195,7 +195,12 @@ from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import 
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "sources": {"type": "list", "elements": "str", "choices": ["nvml", "nvidia-smi", "lspci"], "default": ["nvml", "nvidia-smi", "lspci"]},
+            "sources": {
+                "type": "list",
+                "elements": "str",
+                "choices": ["nvml", "nvidia-smi", "lspci"],
+                "default": ["nvml", "nvidia-smi", "lspci"],
+            },
             "nvml_path": {"type": "path"},
             "nvidia_smi": {"type": "str", "default": "nvidia-smi"},
             "p2p": {"type": "bool", "default": True},
@@ -218,7 +223,13 @@ def main() -> None:
     nvml, reason = gpu_info.load_nvml(wanted["nvml_path"]) if "nvml" in wanted["sources"] else (None, None)
     facts = gpu_info.gather(
         System(wanted["proc_root"], wanted["sys_root"], timeout=wanted["timeout"]),
-        nvml, wanted["sources"], wanted["nvidia_smi"], wanted["p2p"], wanted["plan"], wanted["timeout"], reason,
+        nvml,
+        wanted["sources"],
+        wanted["nvidia_smi"],
+        wanted["p2p"],
+        wanted["plan"],
+        wanted["timeout"],
+        reason,
     )
     module.exit_json(changed=False, **facts)
 

@@ -190,8 +190,14 @@ def test_peers(facts: dict, groups: dict, wanted: bool, limit: float) -> dict:
         return {"ran": False, "reason": f"the driver is not usable ({facts['driver']['state']})", "pairs": []}
     if not pairs:
         return {"ran": False, "reason": "no planned pair of GPUs is there", "pairs": []}
-    busy = sorted({index for pair in pairs for index in pair if gpus[index]["processes"] or "processes" in gpus[index]["unknown"]
-                   or (gpus[index]["utilization_percent"] or 0) > 5})
+    busy = sorted(
+        {
+            index
+            for pair in pairs
+            for index in pair
+            if gpus[index]["processes"] or "processes" in gpus[index]["unknown"] or (gpus[index]["utilization_percent"] or 0) > 5
+        }
+    )
     if busy:
         return {"ran": False, "reason": f"GPUs {busy} are in use", "pairs": []}
     return p2p_probe.probe([(gpus[a]["bus_id"], gpus[b]["bus_id"]) for a, b in pairs], limit)
@@ -241,8 +247,12 @@ def main() -> None:
     peers = test_peers(facts, plan.get("groups") or {}, given["p2p"], given["p2p_timeout"])
     findings, ignored = preflight.sort_and_ignore(result["findings"] + preflight.p2p_findings(peers), given["ignore"])
     module.exit_json(
-        changed=False, findings=findings, ignored=ignored, ok=not any(item["severity"] == "error" for item in findings),
-        table=preflight.table(findings, ignored), facts={**result["facts"], "p2p": peers},
+        changed=False,
+        findings=findings,
+        ignored=ignored,
+        ok=not any(item["severity"] == "error" for item in findings),
+        table=preflight.table(findings, ignored),
+        facts={**result["facts"], "p2p": peers},
     )
 
 

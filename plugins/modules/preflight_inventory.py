@@ -121,7 +121,10 @@ def main() -> None:
     )
     findings, ignored = preflight.sort_and_ignore(preflight.inventory(module.params), module.params["ignore"])
     module.exit_json(
-        changed=False, findings=findings, ignored=ignored, ok=not any(item["severity"] == "error" for item in findings),
+        changed=False,
+        findings=findings,
+        ignored=ignored,
+        ok=not any(item["severity"] == "error" for item in findings),
         table=preflight.table(findings, ignored),
     )
 

@@ -16,29 +16,58 @@ import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 ROLE = ROOT / "roles/nvidia_driver"
-SECURE = {"id": "secure_boot_key", "severity": "error", "what": "Secure Boot is on and no enrolled key; enrol at console or disable",
-          "hint": "run `mokutil --import /k.der`"}
+SECURE = {
+    "id": "secure_boot_key",
+    "severity": "error",
+    "what": "Secure Boot is on and no enrolled key; enrol at console or disable",
+    "hint": "run `mokutil --import /k.der`",
+}
 
 
 def host(state=None, plan=None, expected=True, **variables):
     """Variables of a host on which a driver is to be installed and a reboot is foreseen, but for what a case changes."""
     return {
-        "__nvidia_driver_before": {"state": {"run_installer": False, "secure_boot": "off", "key_enrolled": None, "reboot_reasons": ["module 2 is installed, 1 is loaded"],
-                                             "active_units": [], "findings": [], **(state or {})}},
+        "__nvidia_driver_before": {
+            "state": {
+                "run_installer": False,
+                "secure_boot": "off",
+                "key_enrolled": None,
+                "reboot_reasons": ["module 2 is installed, 1 is loaded"],
+                "active_units": [],
+                "findings": [],
+                **(state or {}),
+            }
+        },
         "__nvidia_driver_plan": {"install": {"nvidia-utils-580": "1"}, "summary": "install nvidia-utils-580=1", **(plan or {})},
-        "__nvidia_driver_reboot_expected": expected, "__nvidia_driver_foreign": [], "nvidia_driver_reboot_ok": True, "__nvidia_driver_local": False, **variables,
+        "__nvidia_driver_reboot_expected": expected,
+        "__nvidia_driver_foreign": [],
+        "nvidia_driver_reboot_ok": True,
+        "__nvidia_driver_local": False,
+        **variables,
     }
 
 
 # id -> (host, what the message must have; nothing: the host passes)
 CASES = {
-    "DRV-04": (host({"active_units": ["sglang-dsv4-decode"]}, nvidia_driver_reboot_ok=None), ["nvidia_driver_reboot_ok", "sglang-dsv4-decode", "Nothing was changed"]),
-    "DRV-04-refused": (host({"active_units": ["sglang-dsv4-decode"]}, nvidia_driver_reboot_ok=False), ["sglang-dsv4-decode run on this host", "may stop"]),
-    "DRV-14": (host({"secure_boot": "on", "key_enrolled": False, "findings": [SECURE]}), ["enrol at console or disable", "mokutil --import", "not touched"]),
+    "DRV-04": (
+        host({"active_units": ["sglang-dsv4-decode"]}, nvidia_driver_reboot_ok=None),
+        ["nvidia_driver_reboot_ok", "sglang-dsv4-decode", "Nothing was changed"],
+    ),
+    "DRV-04-refused": (
+        host({"active_units": ["sglang-dsv4-decode"]}, nvidia_driver_reboot_ok=False),
+        ["sglang-dsv4-decode run on this host", "may stop"],
+    ),
+    "DRV-14": (
+        host({"secure_boot": "on", "key_enrolled": False, "findings": [SECURE]}),
+        ["enrol at console or disable", "mokutil --import", "not touched"],
+    ),
     "DRV-14-unknown": (host({"secure_boot": "on", "key_enrolled": None}), ["enrol at console or disable"]),
     "DRV-14-enrolled": (host({"secure_boot": "on", "key_enrolled": True}), []),
     "DRV-14-legacy": (host({"secure_boot": "unsupported"}), []),
-    "DRV-14-nothing-to-do": (host({"secure_boot": "on", "key_enrolled": None}, {"install": {}, "summary": "nothing to do"}, expected=False), []),
+    "DRV-14-nothing-to-do": (
+        host({"secure_boot": "on", "key_enrolled": None}, {"install": {}, "summary": "nothing to do"}, expected=False),
+        [],
+    ),
     "ANS-04": (host(__nvidia_driver_local=True), ["local; reboot it yourself and run again", "Nothing was changed"]),
     "ANS-04-by-hand": (host(__nvidia_driver_local=True, nvidia_driver_reboot_ok=False), []),
     "ANS-04-no-reboot": (host(__nvidia_driver_local=True, expected=False), []),
@@ -58,16 +87,34 @@ def verdicts(tmp_path_factory):
     defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
     common = {name: value for name, value in defaults.items() if not (isinstance(value, str) and "{{" in value)}
     names = {case: case.replace("-", "_").lower() for case in CASES}
-    inventory = {"all": {"vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, **common},
-                         "hosts": {names[case]: variables for case, (variables, _words) in CASES.items()}}}
+    inventory = {
+        "all": {
+            "vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, **common},
+            "hosts": {names[case]: variables for case, (variables, _words) in CASES.items()},
+        }
+    }
     (folder / "hosts.yml").write_text(yaml.safe_dump(inventory), encoding="utf-8")
     play = [{"hosts": "all", "gather_facts": False, "tasks": [{"ansible.builtin.include_tasks": str(ROLE / "tasks/guard.yml")}]}]
     (folder / "play.yml").write_text(yaml.safe_dump(play), encoding="utf-8")
     program = shutil.which("ansible-playbook") or str(pathlib.Path(sys.executable).with_name("ansible-playbook"))
-    environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_STDOUT_CALLBACK": "ansible.builtin.minimal",
-                   "ANSIBLE_CALLBACK_RESULT_FORMAT": "json", "ANSIBLE_FORKS": "2", "ANSIBLE_LOCALHOST_WARNING": "false", "ANSIBLE_DISPLAY_FAILED_STDERR": "false",
-                   "ANSIBLE_NOCOLOR": "1"}
-    done = subprocess.run([program, "-i", str(folder / "hosts.yml"), str(folder / "play.yml")], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+        "ANSIBLE_STDOUT_CALLBACK": "ansible.builtin.minimal",
+        "ANSIBLE_CALLBACK_RESULT_FORMAT": "json",
+        "ANSIBLE_FORKS": "2",
+        "ANSIBLE_LOCALHOST_WARNING": "false",
+        "ANSIBLE_DISPLAY_FAILED_STDERR": "false",
+        "ANSIBLE_NOCOLOR": "1",
+    }
+    done = subprocess.run(
+        [program, "-i", str(folder / "hosts.yml"), str(folder / "play.yml")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     failed = {}
     for block in done.stdout.split("\n}\n"):
         head, found, body = block.partition(" | FAILED! => {")
@@ -89,7 +136,14 @@ def test_the_guard_stops_before_anything_is_touched(case, verdicts):
 def test_the_guard_comes_before_every_task_that_changes():
     order = [task["ansible.builtin.import_tasks"] for task in yaml.safe_load((ROLE / "tasks/main.yml").read_text(encoding="utf-8"))]
     assert order[:3] == ["assert.yml", "plan.yml", "guard.yml"]
-    changing = ("ansible.builtin.copy", "ansible.builtin.template", "ansible.builtin.file", "ansible.builtin.systemd_service", "ansible.builtin.apt", "ansible.builtin.reboot")
+    changing = (
+        "ansible.builtin.copy",
+        "ansible.builtin.template",
+        "ansible.builtin.file",
+        "ansible.builtin.systemd_service",
+        "ansible.builtin.apt",
+        "ansible.builtin.reboot",
+    )
     for name in order[:3]:
         for task in yaml.safe_load((ROLE / "tasks" / name).read_text(encoding="utf-8")):
             assert not set(changing) & set(task), f"{name}: {task['name']}"
@@ -100,17 +154,34 @@ def test_the_guard_comes_before_every_task_that_changes():
 def test_dkms_is_asserted_before_the_reboot():
     order = [task["ansible.builtin.import_tasks"] for task in yaml.safe_load((ROLE / "tasks/main.yml").read_text(encoding="utf-8"))]
     assert order.index("install.yml") < order.index("reboot.yml")
-    install = [task.get("ansible.builtin.import_tasks") for task in yaml.safe_load((ROLE / "tasks/install.yml").read_text(encoding="utf-8"))]
+    install = [
+        task.get("ansible.builtin.import_tasks") for task in yaml.safe_load((ROLE / "tasks/install.yml").read_text(encoding="utf-8"))
+    ]
     assert install[-1] == "dkms.yml"
 
 
 def test_the_pin_lets_one_version_of_one_origin_in():
     import jinja2
 
-    text = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined).from_string((ROLE / "templates/nvidia.pref.j2").read_text(encoding="utf-8")).render(
-        nvidia_driver_source="cuda", nvidia_driver_other_origins=["Ubuntu"], __nvidia_driver_family=["nvidia-*-580", "libnvidia-*-580"], __nvidia_driver_version="580.95.05")
-    records = [dict(line.split(": ", 1) for line in record.splitlines() if ": " in line and not line.startswith("#")) for record in text.strip().split("\n\n")]
+    text = (
+        jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
+        .from_string((ROLE / "templates/nvidia.pref.j2").read_text(encoding="utf-8"))
+        .render(
+            nvidia_driver_source="cuda",
+            nvidia_driver_other_origins=["Ubuntu"],
+            __nvidia_driver_family=["nvidia-*-580", "libnvidia-*-580"],
+            __nvidia_driver_version="580.95.05",
+        )
+    )
+    records = [
+        dict(line.split(": ", 1) for line in record.splitlines() if ": " in line and not line.startswith("#"))
+        for record in text.strip().split("\n\n")
+    ]
     records = [record for record in records if "Package" in record]
     assert [(record["Pin"], record["Pin-Priority"]) for record in records] == [
-        ("version *", "500"), ("release o=Ubuntu", "-1"), ("version 580.95.05-*", "1001"), ("version *", "-1")]
+        ("version *", "500"),
+        ("release o=Ubuntu", "-1"),
+        ("version 580.95.05-*", "1001"),
+        ("version *", "-1"),
+    ]
     assert all(record["Package"] == "nvidia-*-580 libnvidia-*-580" for record in records[1:])

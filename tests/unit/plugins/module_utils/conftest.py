@@ -49,9 +49,14 @@ class RecordedHost(System):
         path.mkdir(parents=True, exist_ok=True)
         size = bar_mib * 1024 * 1024
         values = {
-            "vendor": "0x10de", "device": device, "class": "0x030200", "numa_node": str(numa),
-            "current_link_width": str(width), "max_link_width": str(width_max),
-            "current_link_speed": "32.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe",
+            "vendor": "0x10de",
+            "device": device,
+            "class": "0x030200",
+            "numa_node": str(numa),
+            "current_link_width": str(width),
+            "max_link_width": str(width_max),
+            "current_link_speed": "32.0 GT/s PCIe",
+            "max_link_speed": "32.0 GT/s PCIe",
             "resource": f"0x0 0x3ffffff 0x40200\n0x{2**44:x} 0x{2**44 + size - 1:x} 0x14220c",
         }
         for name, value in values.items():
@@ -78,7 +83,9 @@ class RecordedHost(System):
         return self.write("proc/modules", "nvidia 14381056 1 - Live 0x0 (OE)\n").write("proc/sys/kernel/osrelease", "6.8.0-90-generic\n")
 
     def modinfo(self, version="580.95.05", licence="Dual MIT/GPL"):
-        return self.answer("modinfo", f"filename:       /lib/modules/x/updates/dkms/nvidia.ko.zst\nversion:        {version}\nlicense:        {licence}\n")
+        return self.answer(
+            "modinfo", f"filename:       /lib/modules/x/updates/dkms/nvidia.ko.zst\nversion:        {version}\nlicense:        {licence}\n"
+        )
 
 
 @pytest.fixture

@@ -47,10 +47,14 @@ def test_an_answer_from_the_old_boot_is_waited_out(end):
     assert result["boot_id"] == "new" and result["system"] == end and result["looks"] == 4
 
 
-@pytest.mark.parametrize("ids, states, words", [
-    pytest.param(["old"], ["running"], "still from the boot before", id="ANS-05-never"),
-    pytest.param([None, "old"], ["running"], "still from the boot before", id="ANS-05-unreadable"),
-    pytest.param(["new"], ["starting"], "systemd is starting", id="ANS-05-starting")])
+@pytest.mark.parametrize(
+    "ids, states, words",
+    [
+        pytest.param(["old"], ["running"], "still from the boot before", id="ANS-05-never"),
+        pytest.param([None, "old"], ["running"], "still from the boot before", id="ANS-05-unreadable"),
+        pytest.param(["new"], ["starting"], "systemd is starting", id="ANS-05-starting"),
+    ],
+)
 def test_the_wait_is_bounded_and_says_what_was_missing(ids, states, words):
     host = GoingDown(ids, states)
     with pytest.raises(boot_wait.NotBooted, match=words):

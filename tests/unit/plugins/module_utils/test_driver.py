@@ -13,7 +13,14 @@ import pytest
 from ansible_collections.blackwell.dsv4.plugins.module_utils import driver, driver_packages, driver_return_point
 from ansible_collections.blackwell.dsv4.plugins.module_utils.driver_packages import Apt, Problem, Wanted, decide
 
-FAMILY = ["nvidia-*-[0-9][0-9][0-9]", "nvidia-*-[0-9][0-9][0-9]-open", "nvidia-open-[0-9][0-9][0-9]", "nvidia-firmware-[0-9]*", "libnvidia-*-[0-9][0-9][0-9]", "cuda-drivers*"]
+FAMILY = [
+    "nvidia-*-[0-9][0-9][0-9]",
+    "nvidia-*-[0-9][0-9][0-9]-open",
+    "nvidia-open-[0-9][0-9][0-9]",
+    "nvidia-firmware-[0-9]*",
+    "libnvidia-*-[0-9][0-9][0-9]",
+    "cuda-drivers*",
+]
 KERNEL = "6.8.0-90-generic"
 
 
@@ -42,7 +49,10 @@ def ids(state):
 # -- cases: the state ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("licence, flavour", [pytest.param("NVIDIA", "proprietary", id="DRV-01-host-a"), pytest.param("Dual MIT/GPL", "open", id="DRV-01-host-b")])
+@pytest.mark.parametrize(
+    "licence, flavour",
+    [pytest.param("NVIDIA", "proprietary", id="DRV-01-host-a"), pytest.param("Dual MIT/GPL", "open", id="DRV-01-host-b")],
+)
 def test_the_flavour_is_told_by_licence_and_not_by_version(licence, flavour, host):
     healthy(host).loaded("580.95.05", flavour).modinfo("580.95.05", licence)
     state = driver.state(host, question())
@@ -71,10 +81,15 @@ ii  nvidia-utils-580        580.119.02-0ubuntu0.24.04.1  amd64  NVIDIA driver su
 def test_half_configured_packages_are_named_and_the_running_kernel_is_not_called_dead(listing, host):
     packages = driver.parse_dpkg(listing)
     assert [(entry["name"], entry["state"]) for entry in packages] == [
-        ("nvidia-dkms-580-open", "half_configured"), ("nvidia-driver-580-open", "unpacked"), ("nvidia-utils-580", "installed")]
+        ("nvidia-dkms-580-open", "half_configured"),
+        ("nvidia-driver-580-open", "unpacked"),
+        ("nvidia-utils-580", "installed"),
+    ]
     broken = driver_packages.broken_packages(packages, FAMILY)
     dkms = driver.parse_dkms("nvidia/580.119.02, 6.8.0-90-generic, x86_64: installed\nnvidia/580.119.02: added\n")
-    problem = driver_packages.half_way(broken, dkms, "580.119.02", "/var/lib/dkms/nvidia/580.119.02/build/make.log", ["6.17.0-5-generic", KERNEL])
+    problem = driver_packages.half_way(
+        broken, dkms, "580.119.02", "/var/lib/dkms/nvidia/580.119.02/build/make.log", ["6.17.0-5-generic", KERNEL]
+    )
     assert problem.ident == "driver_packages_not_configured"
     assert "nvidia-dkms-580-open (iF, half_configured)" in problem.what and "nvidia-driver-580-open (iU, unpacked)" in problem.what
     assert "nvidia-utils-580" not in problem.what and "installed" not in problem.what.split(";")[0]
@@ -87,9 +102,19 @@ def test_half_configured_packages_are_named_and_the_running_kernel_is_not_called
     assert driver_packages.explain_failure(text, {}).ident == "driver_packages_not_configured"
 
 
-@pytest.mark.parametrize("spelling, flavour", [
-    pytest.param("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@x)", "open", id="DRV-04-open"),
-    pytest.param("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025", "proprietary", id="DRV-04-proprietary")])
+@pytest.mark.parametrize(
+    "spelling, flavour",
+    [
+        pytest.param(
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@x)", "open", id="DRV-04-open"
+        ),
+        pytest.param(
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025",
+            "proprietary",
+            id="DRV-04-proprietary",
+        ),
+    ],
+)
 def test_both_spellings_of_the_loaded_version(spelling, flavour):
     assert driver.parse_nvrm(spelling + "\nGCC version: x\n") == {"version": "580.95.05", "flavour": flavour}
 
@@ -101,7 +126,10 @@ def test_a_newer_module_on_disk_is_a_reboot_and_no_reinstallation(installed, hos
     state = driver.state(host, question(units=["sglang-dsv4-router", "sglang-dsv4-decode", "sglang-dsv4-prefill", "sglang-dsv4"]))
     assert state["reboot_required"] and state["reboot_reasons"] == ["module 580.126.09 is installed, 580.95.05 is loaded"]
     assert state["active_units"] == ["sglang-dsv4-router", "sglang-dsv4-decode", "sglang-dsv4-prefill"]
-    assert driver.verdict(state, ["Failed to initialize NVML: Driver/library version mismatch"], ["nvidia"] * 8, None, 8, [])["state"] == "reboot_required"
+    assert (
+        driver.verdict(state, ["Failed to initialize NVML: Driver/library version mismatch"], ["nvidia"] * 8, None, 8, [])["state"]
+        == "reboot_required"
+    )
 
 
 @pytest.mark.parametrize("loaded", [pytest.param(True, id="DRV-08")])
@@ -146,20 +174,29 @@ def test_secure_boot_stops_before_the_working_driver_is_touched(code, said, enro
     found = [item for item in state["findings"] if item["id"] == "secure_boot_key"]
     assert bool(found) == stops
     if stops:
-        assert "enrol at console or disable" in found[0]["what"] and "mokutil --import /k.der" in found[0]["hint"] and found[0]["severity"] == "error"
+        assert (
+            "enrol at console or disable" in found[0]["what"]
+            and "mokutil --import /k.der" in found[0]["hint"]
+            and found[0]["severity"] == "error"
+        )
 
 
 def test_without_a_key_the_steps_say_how_to_make_one():
     assert "openssl req" in driver.mok_steps("") and "console" in driver.mok_steps("")
 
 
-@pytest.mark.parametrize("grub, running, mode, due", [
-    pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="quiet iommu=pt"\n', "quiet", ("pt", "default"), True, id="FAB-14"),
-    pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="quiet xiommu=pt"\n', "quiet", ("default", "default"), True, id="FAB-14-inside-a-word"),
-    pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="quiet amd_iommu=off"\n', "quiet amd_iommu=off", ("off", "off"), True, id="FAB-14-amd-off"),
-    pytest.param('GRUB_CMDLINE_LINUX="intel_iommu=off"\n', "intel_iommu=off", ("off", "off"), True, id="FAB-14-intel-off"),
-    pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="iommu=pt"\n', "iommu=pt", ("pt", "pt"), False, id="FAB-14-done"),
-])
+@pytest.mark.parametrize(
+    "grub, running, mode, due",
+    [
+        pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="quiet iommu=pt"\n', "quiet", ("pt", "default"), True, id="FAB-14"),
+        pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="quiet xiommu=pt"\n', "quiet", ("default", "default"), True, id="FAB-14-inside-a-word"),
+        pytest.param(
+            'GRUB_CMDLINE_LINUX_DEFAULT="quiet amd_iommu=off"\n', "quiet amd_iommu=off", ("off", "off"), True, id="FAB-14-amd-off"
+        ),
+        pytest.param('GRUB_CMDLINE_LINUX="intel_iommu=off"\n', "intel_iommu=off", ("off", "off"), True, id="FAB-14-intel-off"),
+        pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="iommu=pt"\n', "iommu=pt", ("pt", "pt"), False, id="FAB-14-done"),
+    ],
+)
 def test_only_the_running_command_line_counts(grub, running, mode, due, host):
     healthy(host).write("etc/default/grub", grub).write("proc/cmdline", f"BOOT_IMAGE=/vmlinuz-{KERNEL} root=LABEL=ROOT {running}\n")
     for _run in range(2):  # a second look without a reboot says the same
@@ -178,13 +215,16 @@ def test_the_effect_on_the_devices_is_told_from_the_groups(host):
     assert driver.iommu_groups(host) == "translated"
 
 
-@pytest.mark.parametrize("status, good", [
-    pytest.param("nvidia/580.95.05: added\n", False, id="ANS-04"),
-    pytest.param(f"nvidia/580.95.05, {KERNEL}, x86_64: built\n", False, id="ANS-04-built"),
-    pytest.param("nvidia/580.95.05, 6.8.0-40-generic, x86_64: installed\n", False, id="ANS-04-other-kernel"),
-    pytest.param(f"nvidia/580.95.05, {KERNEL}, x86_64: installed\n", True, id="ANS-04-installed"),
-    pytest.param(f"nvidia, 580.95.05, {KERNEL}, x86_64: installed\n", True, id="ANS-04-old-spelling"),
-])
+@pytest.mark.parametrize(
+    "status, good",
+    [
+        pytest.param("nvidia/580.95.05: added\n", False, id="ANS-04"),
+        pytest.param(f"nvidia/580.95.05, {KERNEL}, x86_64: built\n", False, id="ANS-04-built"),
+        pytest.param("nvidia/580.95.05, 6.8.0-40-generic, x86_64: installed\n", False, id="ANS-04-other-kernel"),
+        pytest.param(f"nvidia/580.95.05, {KERNEL}, x86_64: installed\n", True, id="ANS-04-installed"),
+        pytest.param(f"nvidia, 580.95.05, {KERNEL}, x86_64: installed\n", True, id="ANS-04-old-spelling"),
+    ],
+)
 def test_added_is_not_installed_for_the_kernel_that_boots(status, good, host):
     healthy(host).answer("dkms status", status)
     if not good:
@@ -202,7 +242,9 @@ def test_the_run_installer_is_recognized(log, host):
     host.eight_gpus().loaded().write(log, "nvidia-installer log file\n")
     host.answer("dpkg-query", dpkg("ii  bash 5.2-1"))
     state = driver.state(host, question())
-    assert state["run_installer"] and "remove it first" in next(item["what"] for item in state["findings"] if item["id"] == "driver_run_installer")
+    assert state["run_installer"] and "remove it first" in next(
+        item["what"] for item in state["findings"] if item["id"] == "driver_run_installer"
+    )
     assert not driver.state(healthy(host), question())["run_installer"]  # a stale log beside real packages accuses nobody
 
 
@@ -212,9 +254,15 @@ def test_a_newer_default_kernel_is_a_reason_to_boot(host):
     assert state["target_kernel"] == "6.8.0-100-generic" and "kernel 6.8.0-100-generic boots by default" in state["reboot_reasons"][-1]
 
 
-@pytest.mark.parametrize("grub, expected, certain", [
-    ("GRUB_DEFAULT=0\n", "6.8.0-100-generic", True), ("", "6.8.0-100-generic", True),
-    ('GRUB_DEFAULT="1>Ubuntu, with Linux 6.8.0-90-generic"\n', KERNEL, True), ("GRUB_DEFAULT=2\n", "6.8.0-100-generic", False)])
+@pytest.mark.parametrize(
+    "grub, expected, certain",
+    [
+        ("GRUB_DEFAULT=0\n", "6.8.0-100-generic", True),
+        ("", "6.8.0-100-generic", True),
+        ('GRUB_DEFAULT="1>Ubuntu, with Linux 6.8.0-90-generic"\n', KERNEL, True),
+        ("GRUB_DEFAULT=2\n", "6.8.0-100-generic", False),
+    ],
+)
 def test_which_kernel_boots_next(grub, expected, certain, host):
     host.write("boot/vmlinuz-6.8.0-100-generic", "").write(f"boot/vmlinuz-{KERNEL}", "").write("boot/vmlinuz-6.8.0-90-generic.old", "")
     host.write("etc/default/grub", grub)
@@ -230,7 +278,9 @@ ORIGINS = {"https://vendor /": "NVIDIA", "http://archive noble-updates/restricte
 def offer(*rows):
     policy = {}
     for name, version, source in rows:
-        policy.setdefault(name, {"installed": None, "candidate": version, "versions": {}})["versions"].setdefault(version, []).append(source)
+        policy.setdefault(name, {"installed": None, "candidate": version, "versions": {}})["versions"].setdefault(version, []).append(
+            source
+        )
     return policy
 
 
@@ -262,7 +312,10 @@ def test_a_newer_version_in_the_repository_moves_nothing(pinned):
     assert not plan.changed and plan.version == "580.95.05"
 
 
-@pytest.mark.parametrize("name, version", [pytest.param("nvidia-open-590", "", id="DRV-12"), pytest.param("nvidia-driver-580-open", "580.999", id="DRV-12-version")])
+@pytest.mark.parametrize(
+    "name, version",
+    [pytest.param("nvidia-open-590", "", id="DRV-12"), pytest.param("nvidia-driver-580-open", "580.999", id="DRV-12-version")],
+)
 def test_what_is_not_offered_is_said_with_what_is(name, version):
     wanted = Wanted([name], FAMILY, version, None, "NVIDIA", scope=FAMILY)
     with pytest.raises(Problem) as caught:
@@ -272,23 +325,36 @@ def test_what_is_not_offered_is_said_with_what_is(name, version):
     assert caught.value.more["offered"] == expected and ", ".join(expected) in caught.value.what
 
 
-@pytest.mark.parametrize("text", [pytest.param(
-    "Some packages could not be installed.\nThe following packages have unmet dependencies:\n"
-    " cuda-drivers : Depends: nvidia-driver-580-open (>= 580.95.05) but it is not going to be installed\n"
-    "E: Unable to correct problems, you have held broken packages.\n", id="DRV-11")])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            "Some packages could not be installed.\nThe following packages have unmet dependencies:\n"
+            " cuda-drivers : Depends: nvidia-driver-580-open (>= 580.95.05) but it is not going to be installed\n"
+            "E: Unable to correct problems, you have held broken packages.\n",
+            id="DRV-11",
+        )
+    ],
+)
 def test_held_broken_packages_become_the_two_origins(text):
     policy = driver.parse_policy(
         "nvidia-driver-580-open:\n  Installed: (none)\n  Candidate: 580.126.09-0ubuntu0.24.04.1\n  Version table:\n"
         "     580.126.09-0ubuntu0.24.04.1 500\n        500 http://archive noble-updates/restricted amd64 Packages\n"
-        "     580.95.05-0ubuntu1 600\n        600 https://vendor / Packages\n")
+        "     580.95.05-0ubuntu1 600\n        600 https://vendor / Packages\n"
+    )
     problem = driver_packages.explain_failure(text, policy)
     assert problem.ident == "packages_conflict"
-    assert "580.126.09-0ubuntu0.24.04.1 from http://archive noble-updates/restricted" in problem.what and "580.95.05-0ubuntu1 from https://vendor /" in problem.what
+    assert (
+        "580.126.09-0ubuntu0.24.04.1 from http://archive noble-updates/restricted" in problem.what
+        and "580.95.05-0ubuntu1 from https://vendor /" in problem.what
+    )
     assert len(problem.what) < 400 and "one origin" in problem.hint
 
 
 def test_only_the_wanted_origin_provides_the_family():
-    policy = offer(("nvidia-driver-580-open", "580.95.05-0ubuntu0.24.04.2", UBUNTU), ("nvidia-driver-580-open", "580.95.05-0ubuntu1", VENDOR))
+    policy = offer(
+        ("nvidia-driver-580-open", "580.95.05-0ubuntu0.24.04.2", UBUNTU), ("nvidia-driver-580-open", "580.95.05-0ubuntu1", VENDOR)
+    )
     wanted = Wanted(["nvidia-driver-580-open"], FAMILY, "580.95.05", 580, "NVIDIA", scope=FAMILY)
     assert decide(wanted, [], [], policy, ORIGINS).install == {"nvidia-driver-580-open": "580.95.05-0ubuntu1"}
 
@@ -314,7 +380,8 @@ def test_a_rollback_restores_packages_and_holds_exactly():
 def test_the_policys_parsers_read_origins_by_source():
     releases = driver.parse_policy_releases(
         "Package files:\n 100 /var/lib/dpkg/status\n     release a=now\n 500 file:/srv/apt ./ Packages\n     release o=NVIDIA,l=NVIDIA CUDA,c=\n     origin \n"
-        " 500 http://archive noble-updates/restricted amd64 Packages\n     release v=24.04,o=Ubuntu,a=noble-updates\n     origin archive\n")
+        " 500 http://archive noble-updates/restricted amd64 Packages\n     release v=24.04,o=Ubuntu,a=noble-updates\n     origin archive\n"
+    )
     assert releases == {"/var/lib/dpkg/status": "", "file:/srv/apt ./": "NVIDIA", "http://archive noble-updates/restricted": "Ubuntu"}
 
 

@@ -16,8 +16,14 @@ from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 NVML = ROOT / "molecule/rehearsal_host/nvml"
-SIX = (("index", "index", "int"), ("uuid", "uuid", "text"), ("bus_id", "pci.bus_id", "bus"), ("memory_total_mib", "memory.total", "int"),
-       ("ecc", "ecc.mode.current", "switch"), ("temperature_c", "temperature.gpu", "int"))
+SIX = (
+    ("index", "index", "int"),
+    ("uuid", "uuid", "text"),
+    ("bus_id", "pci.bus_id", "bus"),
+    ("memory_total_mib", "memory.total", "int"),
+    ("ecc", "ecc.mode.current", "switch"),
+    ("temperature_c", "temperature.gpu", "int"),
+)
 
 
 def uuid(index):
@@ -26,19 +32,35 @@ def uuid(index):
 
 def gpu(index, **values):
     row = gpu_info.blank(index)
-    row.update(uuid=uuid(index), bus_id=f"0000:{index + 3:02x}:00.0", memory_total_mib=97887, memory_used_mib=4, utilization_percent=0,
-               power_draw_w=31.0, bar1_total_mib=131072, slot=None, **values)
+    row.update(
+        uuid=uuid(index),
+        bus_id=f"0000:{index + 3:02x}:00.0",
+        memory_total_mib=97887,
+        memory_used_mib=4,
+        utilization_percent=0,
+        power_draw_w=31.0,
+        bar1_total_mib=131072,
+        slot=None,
+        **values,
+    )
     return gpu_info.judge(row)
 
 
 # -- cases ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [pytest.param(
-    "0, GPU-00000000-0000-4000-8000-000000000000, 00000000:03:00.0, 97887, Enabled, 31\n"
-    "1, GPU-00000000-0000-4000-8000-000000000001, 00000000:04:00.0, 97887, [N/A], [N/A]\n"
-    "2, GPU-00000000-0000-4000-8000-000000000002, 00000000:53:00.0, [Unknown Error], Disabled, 33\n"
-    "3, [GPU requires reset], 00000000:54:00.0, [GPU requires reset], [GPU requires reset], [GPU requires reset]\n", id="DRV-15")])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(
+            "0, GPU-00000000-0000-4000-8000-000000000000, 00000000:03:00.0, 97887, Enabled, 31\n"
+            "1, GPU-00000000-0000-4000-8000-000000000001, 00000000:04:00.0, 97887, [N/A], [N/A]\n"
+            "2, GPU-00000000-0000-4000-8000-000000000002, 00000000:53:00.0, [Unknown Error], Disabled, 33\n"
+            "3, [GPU requires reset], 00000000:54:00.0, [GPU requires reset], [GPU requires reset], [GPU requires reset]\n",
+            id="DRV-15",
+        )
+    ],
+)
 def test_a_bad_field_costs_only_itself(rows):
     gpus = [gpu_info.judge(row) for row in gpu_info.parse_smi_csv(rows, SIX)]
     assert [row["index"] for row in gpus] == [0, 1, 2, 3]
@@ -68,11 +90,18 @@ def test_busy_gpus_with_memory_and_no_process_are_wedged(busy):
     assert gpu_info.judge(gpus[2])["wedged"] is False
 
 
-@pytest.mark.parametrize("log", [pytest.param(
-    "[ 5.1] NVRM: loading NVIDIA UNIX Open Kernel Module\n"
-    "[ 99.2] NVRM: Xid (PCI:0000:53:00): 79, GPU has fallen off the bus.\n"
-    "[ 99.3] NVRM: Xid (PCI:0000:53:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (PF FLR)\n"
-    "[ 99.4] NVRM: Xid (PCI:0000:04:00): 13, Graphics Exception\n", id="FAB-09")])
+@pytest.mark.parametrize(
+    "log",
+    [
+        pytest.param(
+            "[ 5.1] NVRM: loading NVIDIA UNIX Open Kernel Module\n"
+            "[ 99.2] NVRM: Xid (PCI:0000:53:00): 79, GPU has fallen off the bus.\n"
+            "[ 99.3] NVRM: Xid (PCI:0000:53:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (PF FLR)\n"
+            "[ 99.4] NVRM: Xid (PCI:0000:04:00): 13, Graphics Exception\n",
+            id="FAB-09",
+        )
+    ],
+)
 def test_xids_are_laid_at_the_instance_that_owns_the_gpu(log, host):
     gpus = [gpu(i) for i in range(8)]
     gpus[2]["bus_id"] = "0000:53:00.0"
@@ -81,7 +110,9 @@ def test_xids_are_laid_at_the_instance_that_owns_the_gpu(log, host):
     assert all("0000:53:00.0" in item["what"] and "prefill" in item["what"] and "decode" not in item["what"] for item in found)
     assert all("power-cycle the host" in item["hint"] for item in found)
     # An earlier boot's Xids cannot be read: dmesg has this boot only, and the journal is cut at it.
-    host.answer("dmesg", code=1, err="dmesg: read kernel buffer failed: Operation not permitted").answer("journalctl --dmesg --boot=0", "quiet\n")
+    host.answer("dmesg", code=1, err="dmesg: read kernel buffer failed: Operation not permitted").answer(
+        "journalctl --dmesg --boot=0", "quiet\n"
+    )
     assert gpu_info.kernel_log(host) == ("quiet\n", None)
     assert "--boot=0" in host.calls[-1]
 
@@ -98,7 +129,9 @@ def test_one_small_bar1_is_named(sizes):
     assert [row["bar1_total_mib"] for row in gpus] == sizes
 
 
-DMESG_06 = "NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x22:0x56:884)\nNVRM: GPU 0000:01:00.0: rm_init_adapter failed, device minor number 0\n"
+DMESG_06 = (
+    "NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x22:0x56:884)\nNVRM: GPU 0000:01:00.0: rm_init_adapter failed, device minor number 0\n"
+)
 
 
 @pytest.mark.parametrize("smi", [pytest.param("No devices were found\n", id="DRV-06")])
@@ -142,9 +175,12 @@ def test_lspci_is_read_by_ids_and_not_by_names():
         "\tKernel modules: nouveau, nvidia_drm, nvidia\n"
         "0000:03:00.1 Audio device [0403]: NVIDIA Corporation Device [10de:22e8] (rev a1)\n\tKernel driver in use: snd_hda_intel\n"
         "04:00.0 VGA compatible controller [0300]: Some Vendor NVIDIA-like [1234:1111]\n"
-        "00000000:54:00.0 VGA compatible controller [0300]: NVIDIA Corporation GB202GL [10de:2bb1] (rev a1)\n")
+        "00000000:54:00.0 VGA compatible controller [0300]: NVIDIA Corporation GB202GL [10de:2bb1] (rev a1)\n"
+    )
     assert [(row["bus_id"], row["device_id"], row["driver"]) for row in rows] == [
-        ("0000:03:00.0", "10de:2bb5", "nouveau"), ("0000:54:00.0", "10de:2bb1", None)]
+        ("0000:03:00.0", "10de:2bb5", "nouveau"),
+        ("0000:54:00.0", "10de:2bb1", None),
+    ]
 
 
 # -- what is missing is named by slot -----------------------------------------------------------------------------
@@ -155,7 +191,12 @@ def test_a_gpu_on_the_bus_that_the_driver_lost_is_named_by_slot(host):
     host.write("sys/bus/pci/slots/7/address", "0000:53:00\n")
     pci, reason = gpu_info.pci_gpus(host)
     assert reason is None and len(pci) == 8
-    gpus = [gpu(i, ) for i in range(7)]
+    gpus = [
+        gpu(
+            i,
+        )
+        for i in range(7)
+    ]
     for row, device in zip(gpus, [d for d in pci if d["bus_id"] != "0000:53:00.0"]):
         row["bus_id"] = device["bus_id"]
     found = gpu_info.compare(gpus, pci, {"gpu_count": 8, "groups": {"prefill": [0, 1, 2, 3], "decode": [4, 5, 6, 7]}}, "nvml")
@@ -168,7 +209,9 @@ def test_a_gpu_that_left_the_bus_is_named_by_the_plans_address(host):
     for bus in ("03", "04", "54"):
         host.gpu(f"0000:{bus}:00.0")
     pci, _reason = gpu_info.pci_gpus(host)
-    found = gpu_info.compare(gpu_info.from_pci(pci), pci, {"gpu_count": 4, "bus_ids": ["00000000:53:00.0", "0000:54:00.0"], "groups": {}}, "lspci")
+    found = gpu_info.compare(
+        gpu_info.from_pci(pci), pci, {"gpu_count": 4, "bus_ids": ["00000000:53:00.0", "0000:54:00.0"], "groups": {}}, "lspci"
+    )
     assert [item["id"] for item in found] == ["gpu_missing_on_bus", "gpu_count"]
     assert "53:00.0" in found[0]["what"] and "needs 4 GPUs, the PCI bus has 3" in found[1]["what"]
 
@@ -180,9 +223,18 @@ def test_the_bridges_above_a_gpu_come_from_sysfs(host):
     assert pci[0]["bar1_total_mib"] == 131072 and pci[0]["pcie_generation"] == 5 and pci[0]["numa_node"] == 0
 
 
-@pytest.mark.parametrize("written, one", [
-    ("00000000:03:00.0", "0000:03:00.0"), ("0000:D3:00.0", "0000:d3:00.0"), ("03:00.0", "0000:03:00.0"), ("PCI:0000:53:00", "0000:53:00.0"),
-    ("00010000:03:00.0", "10000:03:00.0"), ("nonsense", None), (None, None)])
+@pytest.mark.parametrize(
+    "written, one",
+    [
+        ("00000000:03:00.0", "0000:03:00.0"),
+        ("0000:D3:00.0", "0000:d3:00.0"),
+        ("03:00.0", "0000:03:00.0"),
+        ("PCI:0000:53:00", "0000:53:00.0"),
+        ("00010000:03:00.0", "10000:03:00.0"),
+        ("nonsense", None),
+        (None, None),
+    ],
+)
 def test_one_spelling_of_a_pci_address(written, one):
     assert gpu_info.bus_id(written) == one
 
@@ -191,16 +243,24 @@ def test_smi_processes_and_topology():
     apps = gpu_info.parse_smi_apps(f"{uuid(4)}, 2505781, sglang::scheduler_TP0, 100998 MiB\n{uuid(5)}, 7, a, b, [N/A]\n[Not Supported]\n")
     assert apps[uuid(4)] == [{"pid": 2505781, "name": "sglang::scheduler_TP0", "used_mib": 100998}]
     assert apps[uuid(5)] == [{"pid": 7, "name": "a, b", "used_mib": None}]
-    assert gpu_info.parse_smi_topology("\tGPU0\tGPU1\nGPU0\tX\tCNS\nGPU1\tOK\tX\n\nLegend:\n  X    = Self\n") == [["self", "chipset_not_supported"], ["ok", "self"]]
+    assert gpu_info.parse_smi_topology("\tGPU0\tGPU1\nGPU0\tX\tCNS\nGPU1\tOK\tX\n\nLegend:\n  X    = Self\n") == [
+        ["self", "chipset_not_supported"],
+        ["ok", "self"],
+    ]
 
 
 def test_the_shapes_of_a_real_nvidia_smi():
     # Headings in a terminal's colours, a blank before each name, other sections with a Total of their own.
     topo = " \t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
     assert gpu_info.parse_smi_topology(topo) == [["self", "ok"], ["ok", "self"]]
-    usage = ("GPU 00000000:00:06.0\n    FB Memory Usage\n        Total                 : 143771 MiB\n        Used                  : 0 MiB\n"
-             "    BAR1 Memory Usage\n        Total                 : 262144 MiB\n    Conf Compute Protected Memory Usage\n        Total                 : 0 MiB\n\n")
-    assert gpu_info.parse_smi_bar1(usage + usage.replace("06.0", "07.0").replace("262144 MiB", "[N/A]")) == {"0000:00:06.0": 262144, "0000:00:07.0": None}
+    usage = (
+        "GPU 00000000:00:06.0\n    FB Memory Usage\n        Total                 : 143771 MiB\n        Used                  : 0 MiB\n"
+        "    BAR1 Memory Usage\n        Total                 : 262144 MiB\n    Conf Compute Protected Memory Usage\n        Total                 : 0 MiB\n\n"
+    )
+    assert gpu_info.parse_smi_bar1(usage + usage.replace("06.0", "07.0").replace("262144 MiB", "[N/A]")) == {
+        "0000:00:06.0": 262144,
+        "0000:00:07.0": None,
+    }
 
 
 def test_the_unit_of_a_process_is_told_from_its_cgroup():
@@ -246,10 +306,21 @@ class StandIn:
 
     def ask(self, *sources):
         (self.folder / "gpus.json").write_text(json.dumps(self.description), encoding="utf-8")
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(self.library), "REHEARSAL_GPUS": str(self.folder / "gpus.json"),
-                       "REHEARSAL_GPU_PROCESSES": str(self.folder / "processes"), "PYTHONPATH": str(ROOT / ".collections")}
-        done = subprocess.run([sys.executable, "-c", ASK, str(self.folder), json.dumps(sources or ["nvml", "nvidia-smi", "lspci"])],
-                              env=environment, capture_output=True, text=True, check=False, timeout=60)
+        environment = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(self.library),
+            "REHEARSAL_GPUS": str(self.folder / "gpus.json"),
+            "REHEARSAL_GPU_PROCESSES": str(self.folder / "processes"),
+            "PYTHONPATH": str(ROOT / ".collections"),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", ASK, str(self.folder), json.dumps(sources or ["nvml", "nvidia-smi", "lspci"])],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -296,8 +367,9 @@ def test_live_processes_count_and_dead_ones_do_not(stand_in):
     child = subprocess.Popen(["true"])
     child.wait()
     for name, pid in (("live", os.getpid()), ("dead", child.pid)):
-        (stand_in.folder / f"processes/{name}.json").write_text(json.dumps(
-            {"pid": pid, "gpus": [uuid(2)], "used_mib_per_gpu": 78000, "name": "sglang::scheduler_TP0"}), encoding="utf-8")
+        (stand_in.folder / f"processes/{name}.json").write_text(
+            json.dumps({"pid": pid, "gpus": [uuid(2)], "used_mib_per_gpu": 78000, "name": "sglang::scheduler_TP0"}), encoding="utf-8"
+        )
     (stand_in.folder / "processes/torn.json").write_text('{"pid": ', encoding="utf-8")
     gpus = stand_in.ask()["gpus"]
     assert [process["pid"] for process in gpus[2]["processes"]] == [os.getpid()]

@@ -29,9 +29,14 @@ def test_two_sources_of_the_driver_are_refused_up_front(source):
     assert preflight.driver_findings({"source": "cuda", "branch": "580", "version": "580.95.05"}) == []
 
 
-@pytest.mark.parametrize("value", [
-    pytest.param("/usr/local/cuda/compat:/usr/local/cuda/lib64", id="DRV-13"),
-    pytest.param("/usr/local/cuda-13.0/compat", id="DRV-13-alone"), pytest.param("/opt/cuda-compat-13-0/lib", id="DRV-13-package")])
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param("/usr/local/cuda/compat:/usr/local/cuda/lib64", id="DRV-13"),
+        pytest.param("/usr/local/cuda-13.0/compat", id="DRV-13-alone"),
+        pytest.param("/opt/cuda-compat-13-0/lib", id="DRV-13-package"),
+    ],
+)
 def test_a_compat_folder_in_a_library_path_is_refused(value):
     item = only(preflight.environment_findings({"sglang_dsv4_environment": {"LD_LIBRARY_PATH": value}}), "cuda_compat")
     assert item["severity"] == "error" and "803" in item["what"] and "compat" in item["what"] and "sglang_dsv4_environment" in item["what"]
@@ -43,13 +48,23 @@ def test_a_path_that_only_sounds_like_compat_is_fine():
 
 
 def test_an_inventory_says_everything_at_once():
-    found = preflight.inventory({
-        "core_version": "2.17.1", "groups": {"dsv4_prefill": ["a"], "dsv4_decode": []},
-        "driver": {"source": "cuda", "branch": 570, "version": "580.95.05-0ubuntu1"},
-        "booleans": {"nvidia_driver_reboot_ok": "perhaps", "a": None, "b": "yes", "c": False},
-        "plan_findings": [{"id": "gpus.count", "severity": "error", "what": "w", "hint": "h", "variable": "v"}],
-    })
-    assert sorted(item["id"] for item in found) == ["ansible_version", "driver_branch", "driver_version", "gpus.count", "no_host", "not_a_boolean"]
+    found = preflight.inventory(
+        {
+            "core_version": "2.17.1",
+            "groups": {"dsv4_prefill": ["a"], "dsv4_decode": []},
+            "driver": {"source": "cuda", "branch": 570, "version": "580.95.05-0ubuntu1"},
+            "booleans": {"nvidia_driver_reboot_ok": "perhaps", "a": None, "b": "yes", "c": False},
+            "plan_findings": [{"id": "gpus.count", "severity": "error", "what": "w", "hint": "h", "variable": "v"}],
+        }
+    )
+    assert sorted(item["id"] for item in found) == [
+        "ansible_version",
+        "driver_branch",
+        "driver_version",
+        "gpus.count",
+        "no_host",
+        "not_a_boolean",
+    ]
     assert set(found[2]) == {"id", "severity", "what", "hint"}
     kept, ignored = preflight.sort_and_ignore(found, ["no_host"])
     assert [item["severity"] for item in kept] == sorted([item["severity"] for item in kept], key=preflight.SEVERITIES.index)
@@ -105,23 +120,34 @@ def test_an_old_toolkit_is_not_the_drivers_cuda(said, host):
     assert "cuda-12.8" in item["what"] and "the driver offers CUDA 13.0" in item["what"]
 
 
-@pytest.mark.parametrize("managed, severity", [pytest.param(False, "warning", id="KRN-05-no-nvcc"), pytest.param(True, "info", id="KRN-05-managed")])
+@pytest.mark.parametrize(
+    "managed, severity", [pytest.param(False, "warning", id="KRN-05-no-nvcc"), pytest.param(True, "info", id="KRN-05-managed")]
+)
 def test_no_nvcc_is_another_verdict(managed, severity, host):
     item = only(preflight.toolkit_findings(preflight.toolkit_facts(host), "13.0", managed), "toolkit_missing")
     assert item["severity"] == severity
     assert preflight.toolkit_findings({"nvcc": "n", "home": "/usr/local/cuda", "target": None, "version": "12.9"}, None, False) == []
 
 
-@pytest.mark.parametrize("running, configured, states", [
-    pytest.param("default", "pt", ["iommu_reboot", "iommu_translated"], id="FAB-14"), pytest.param("pt", "pt", [], id="FAB-14-pt"),
-    pytest.param("off", "off", [], id="FAB-14-off")])
+@pytest.mark.parametrize(
+    "running, configured, states",
+    [
+        pytest.param("default", "pt", ["iommu_reboot", "iommu_translated"], id="FAB-14"),
+        pytest.param("pt", "pt", [], id="FAB-14-pt"),
+        pytest.param("off", "off", [], id="FAB-14-off"),
+    ],
+)
 def test_the_iommu_that_runs_counts(running, configured, states):
     kernel = {"default": "translated", "pt": "pt", "off": "off"}[running]
     state = {"iommu": {"running": kernel, "asked_running": running, "asked_configured": configured}}
     found = preflight.iommu_findings(state, 8)
     assert [item["id"] for item in found] == states
     if states:
-        assert "iommu.configured=pt" in found[0]["what"] and "iommu.running=translated" in found[0]["what"] and "reboot_required=true" in found[0]["what"]
+        assert (
+            "iommu.configured=pt" in found[0]["what"]
+            and "iommu.running=translated" in found[0]["what"]
+            and "reboot_required=true" in found[0]["what"]
+        )
     unknown = {"iommu": {"running": "unknown", "asked_running": "default", "asked_configured": "default"}}
     assert [item["id"] for item in preflight.iommu_findings(unknown, 8)] == ["iommu_translated"]
 
@@ -143,11 +169,17 @@ def test_a_failed_start_is_an_error_that_no_installation_mends(verdict):
     assert preflight.state_findings(state, facts, managed=True)[0]["severity"] == "error"
 
 
-@pytest.mark.parametrize("managed, severity", [pytest.param(True, "warning", id="DRV-01-managed"), pytest.param(False, "error", id="DRV-01")])
+@pytest.mark.parametrize(
+    "managed, severity", [pytest.param(True, "warning", id="DRV-01-managed"), pytest.param(False, "error", id="DRV-01")]
+)
 def test_what_the_driver_role_mends_is_no_error_before_it(managed, severity):
-    state = {"findings": [driver.finding("driver_wrong_flavour", "error", "open kernel module required on Blackwell; found proprietary", "")]}
+    state = {
+        "findings": [driver.finding("driver_wrong_flavour", "error", "open kernel module required on Blackwell; found proprietary", "")]
+    }
     verdict = {"state": "wrong_flavour", "reason": "open kernel module required on Blackwell; found proprietary", "hint": ""}
-    assert [(item["id"], item["severity"]) for item in preflight.state_findings(state, verdict, managed)] == [("driver_wrong_flavour", severity)]
+    assert [(item["id"], item["severity"]) for item in preflight.state_findings(state, verdict, managed)] == [
+        ("driver_wrong_flavour", severity)
+    ]
 
 
 def test_a_driver_that_does_not_build_for_the_kernel_is_known_before():
@@ -160,7 +192,10 @@ def test_a_driver_that_does_not_build_for_the_kernel_is_known_before():
 def test_headers_are_looked_for_where_the_next_kernel_needs_them(host):
     host.write(f"lib/modules/{KERNEL}/build/Makefile", "")
     host.write("var/lib/apt/lists/archive_Packages", "")
-    host.answer("apt-cache policy linux-headers-6.8.0-100-generic", "linux-headers-6.8.0-100-generic:\n  Installed: (none)\n  Candidate: (none)\n  Version table:\n")
+    host.answer(
+        "apt-cache policy linux-headers-6.8.0-100-generic",
+        "linux-headers-6.8.0-100-generic:\n  Installed: (none)\n  Candidate: (none)\n  Version table:\n",
+    )
     headers = preflight.headers_of(host, [KERNEL, "6.8.0-100-generic", None])
     assert headers == {KERNEL: True, "6.8.0-100-generic": False}
     state = {"target_version": None, "target_kernel": "6.8.0-100-generic", "target_kernel_reason": None}
@@ -168,9 +203,11 @@ def test_headers_are_looked_for_where_the_next_kernel_needs_them(host):
 
 
 def test_listening_ports_and_their_holders():
-    table = ("  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
-             "   0: 0100007F:7530 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0 100 0 0 10 0\n"
-             "   1: 0100007F:7531 0100007F:1234 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0 100 0 0 10 0\n")
+    table = (
+        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+        "   0: 0100007F:7530 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0 100 0 0 10 0\n"
+        "   1: 0100007F:7531 0100007F:1234 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0 100 0 0 10 0\n"
+    )
     found = preflight.parse_listeners(table)
     assert found == [{"address": "127.0.0.1", "port": 30000, "inode": 4711}]
     six = "h\n   0: 00000000000000000000000001000000:7530 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 99 1\n"
@@ -194,9 +231,11 @@ def test_our_own_listener_is_found_by_its_socket(tmp_path):
 
 
 def test_needs_of_one_disk_add_up():
-    spaces = [{"path": "/a", "what": "model", "need_gib": 200, "free_gib": 210.0, "device": 1},
-              {"path": "/b", "what": "releases", "need_gib": 30, "free_gib": 210.0, "device": 1},
-              {"path": "/c", "what": "x", "need_gib": 30, "free_gib": 31.0, "device": 2}]
+    spaces = [
+        {"path": "/a", "what": "model", "need_gib": 200, "free_gib": 210.0, "device": 1},
+        {"path": "/b", "what": "releases", "need_gib": 30, "free_gib": 210.0, "device": 1},
+        {"path": "/c", "what": "x", "need_gib": 30, "free_gib": 31.0, "device": 2},
+    ]
     item = only(preflight.disk_findings(spaces), "disk_full")
     assert "210 GiB are free, 230 GiB are needed" in item["what"] and "/c" not in item["what"]
 
@@ -214,7 +253,12 @@ def test_numa_nodes_of_the_plan_are_compared_with_the_gpus():
     gpus = [{"index": index, "numa_node": 0 if index < 4 else 1} for index in range(8)]
     assert preflight.numa_findings(gpus, GROUPS, {"prefill": 0, "decode": 1}, [0, 1]) == []
     item = only(preflight.numa_findings(gpus, GROUPS, {"prefill": 0, "decode": 0}, [0, 1]), "numa_mismatch")
-    assert "decode" in item["what"] and "[4, 5, 6, 7]" in item["what"] and "node 1" in item["what"] and "instances.decode.numa_node to 1" in item["hint"]
+    assert (
+        "decode" in item["what"]
+        and "[4, 5, 6, 7]" in item["what"]
+        and "node 1" in item["what"]
+        and "instances.decode.numa_node to 1" in item["hint"]
+    )
     assert only(preflight.numa_findings(gpus, GROUPS, {"decode": 1}, [0]), "numa_node_absent")
     assert preflight.numa_findings(gpus, GROUPS, {"decode": -1}, [0]) == []
     for gpu in gpus:
@@ -224,15 +268,20 @@ def test_numa_nodes_of_the_plan_are_compared_with_the_gpus():
 
 @pytest.mark.parametrize("first", [pytest.param("/usr/local/cuda-13.0/compat/libcuda.so.1", id="DRV-13-ldconfig")])
 def test_a_compat_library_before_the_drivers_is_found(first, host):
-    host.answer("ldconfig -p", f"2 libs found in cache\n\tlibcuda.so.1 (libc6,x86-64) => {first}\n\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1\n")
+    host.answer(
+        "ldconfig -p",
+        f"2 libs found in cache\n\tlibcuda.so.1 (libc6,x86-64) => {first}\n\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1\n",
+    )
     assert first in only(preflight.compat_findings(host), "cuda_compat_ldconfig")["what"]
     host.answer("ldconfig -p", "\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1\n")
     assert preflight.compat_findings(host) == []
 
 
 def test_other_users_of_the_gpus_are_named_and_ours_are_not():
-    gpus = [{"index": 0, "processes": [{"pid": 7, "name": "train", "unit": None}, {"pid": 8, "name": "sglang", "unit": "sglang-dsv4.service"}]},
-            {"index": 1, "processes": [{"pid": 7, "name": "train", "unit": None}]}]
+    gpus = [
+        {"index": 0, "processes": [{"pid": 7, "name": "train", "unit": None}, {"pid": 8, "name": "sglang", "unit": "sglang-dsv4.service"}]},
+        {"index": 1, "processes": [{"pid": 7, "name": "train", "unit": None}]},
+    ]
     item = only(preflight.process_findings(gpus, ["sglang-dsv4"]), "gpu_in_use")
     assert "process 7 (train" in item["what"] and "[0, 1]" in item["what"]
 
@@ -240,14 +289,20 @@ def test_other_users_of_the_gpus_are_named_and_ours_are_not():
 def whole_host(host):
     host.eight_gpus().loaded().modinfo()
     host.write("etc/os-release", 'ID=ubuntu\nVERSION_ID="24.04"\n').write("proc/meminfo", "MemTotal:       528280576 kB\n")
-    host.write(f"boot/vmlinuz-{KERNEL}", "").write("proc/cmdline", "root=x iommu=pt\n").write(f"usr/src/linux-headers-{KERNEL}/Makefile", "")
+    host.write(f"boot/vmlinuz-{KERNEL}", "").write("proc/cmdline", "root=x iommu=pt\n").write(
+        f"usr/src/linux-headers-{KERNEL}/Makefile", ""
+    )
     host.write("sys/kernel/iommu_groups/1/type", "identity\n")
     return host
 
 
 def test_a_bare_host_says_everything_at_once_and_a_good_one_nothing(host):
     (host.folder / "sys/bus/pci/devices").mkdir(parents=True)
-    bare = preflight.host(host, gpu_info.gather(host, None, plan={"gpu_count": 8}), {"memory_gib": 64, "driver_managed": True, "toolkit_managed": True, "machine": "x86_64"})
+    bare = preflight.host(
+        host,
+        gpu_info.gather(host, None, plan={"gpu_count": 8}),
+        {"memory_gib": 64, "driver_managed": True, "toolkit_managed": True, "machine": "x86_64"},
+    )
     found = {item["id"]: item["severity"] for item in bare["findings"]}
     assert found["os_unsupported"] == "error" and found["gpu_count"] == "error" and found["memory_unknown"] == "warning"
     assert found["driver_not_installed"] == "info" and found["toolkit_missing"] == "info"
@@ -259,7 +314,9 @@ def test_facts_keep_driver_and_toolkit_apart(host):
     result = preflight.host(host, facts, {"memory_gib": 256, "toolkit_managed": True, "machine": "x86_64"})
     assert "driver_cuda" in result["facts"] and result["facts"]["toolkit_cuda"] is None
     assert result["facts"]["iommu"]["running"] == "pt" and result["facts"]["cmdline_proposed"] == []
-    assert not {"os_unsupported", "memory_small", "iommu_translated", "headers_missing", "gpu_count"} & {item["id"] for item in result["findings"]}
+    assert not {"os_unsupported", "memory_small", "iommu_translated", "headers_missing", "gpu_count"} & {
+        item["id"] for item in result["findings"]
+    }
 
 
 # -- copy and compare -------------------------------------------------------------------------------------------------
@@ -273,7 +330,9 @@ def answer(status, reason=None):
 
 @pytest.mark.parametrize("status", [pytest.param("wrong_data", id="FAB-04")])
 def test_a_copy_that_reports_success_with_wrong_data_is_an_error(status):
-    result = p2p_probe.probe([(A, B), (B, A)], 5, make=lambda: None, copy=answer(status, "4096 of 4096 bytes differ although the copy reported success"))
+    result = p2p_probe.probe(
+        [(A, B), (B, A)], 5, make=lambda: None, copy=answer(status, "4096 of 4096 bytes differ although the copy reported success")
+    )
     item = only(preflight.p2p_findings(result), "p2p_wrong_data")
     assert item["severity"] == "error" and f"{A} > {B}" in item["what"] and "IOMMU" in item["hint"]
     assert preflight.p2p_findings(p2p_probe.probe([(A, B)], 5, make=lambda: None, copy=answer("ok"))) == []
