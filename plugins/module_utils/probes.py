@@ -809,9 +809,11 @@ class Suite:
         if not length:
             return Check(identity, V.SKIPPED, "context_length_unknown", "context_length is not given")
         words = int(int(length) * 1.02) + 16
-        payload = self._payload([{"role": "user", "content": " a" * words}], False, chat_template_kwargs=self._kwargs(False))
+        payload = self._payload([{"role": "user", "content": "@"}], False, chat_template_kwargs=self._kwargs(False))
         payload["max_tokens"] = 4
-        return self._refused(identity, self._send("POST", "/v1/chat/completions", payload), "a prompt of %d words" % words)
+        # A megabyte: put together as bytes, since there is nothing in it that JSON would have to escape.
+        body = json.dumps(payload).encode("utf-8").replace(b'"@"', b'"' + b" a" * words + b'"')
+        return self._refused(identity, self._send("POST", "/v1/chat/completions", body), "a prompt of %d words" % words)
 
     def _probe_unknown_model(self, identity, stream):
         messages, dummy = self._question(5)

@@ -112,13 +112,18 @@ def journal(unit, count=60, invocation="", runner=run):
     else:
         argv += ["-u", "%s.service" % unit]
     unused, text = runner(argv)
-    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
+    return [tidy(line) for line in text.splitlines()]
+
+
+def tidy(line):
+    """A line of a journal without colours, in one screen's width, and without the engine's list of arguments."""
+    line = re.sub(r"\x1b\[[0-9;]*m", "", line)
+    line = re.sub(r"server_args=.*", "server_args=(left out)", line)
+    return line if len(line) <= 500 else line[:500] + " ..."
 
 
 def progress_line(lines):
     """The newest line that tells how far a start is, or nothing."""
-    # The engine's list of arguments is long, tells nothing, and may hold keys.
-    lines = [line for line in lines if "server_args=" not in line]
     for line in reversed(lines):
         if PROGRESS.search(line):
             return line.strip()[:160]

@@ -81,10 +81,31 @@ seconds:
   sample: 12.5
 """
 
+import json
+import os
+import time
+
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import journal_classifier
 from ansible_collections.blackwell.dsv4.plugins.module_utils import serving_state as logic
+
+# Written by the units themselves after each failed start.
+FAILURES = "/run/dsv4/failures"
+
+
+def cause(name, unit, engine_version, folder=FAILURES, recent=300):
+    """Why a unit failed: what was written when its last start ended, or else its journal."""
+    path = os.path.join(folder, "%s.json" % name)
+    try:
+        if time.time() - os.stat(path).st_mtime < recent:
+            with open(path, encoding="utf-8") as stream:
+                failure = json.load(stream)
+            return failure, failure.pop("tail", [])
+    except (OSError, ValueError):
+        pass
+    lines = logic.journal(name, 120, unit["invocation"]) or logic.journal(name, 120)
+    return journal_classifier.classify(lines, engine_version=engine_version, result=unit["result"]), lines
 
 
 def look(wanted, baseline, engine_version):
@@ -101,8 +122,7 @@ def look(wanted, baseline, engine_version):
             lines = logic.journal(name, 60, unit["invocation"])
             progress = logic.progress_line(lines)
             if verdict == "failed" and answer["failure"] is None:
-                lines = logic.journal(name, 120)
-                failure = journal_classifier.classify(lines, engine_version=engine_version, result=unit["result"])
+                failure, lines = cause(name, unit, engine_version)
                 answer["failure"] = dict(failure, unit=name)
                 answer["journal"] = lines[-25:]
         answer["states"][name] = {"verdict": verdict, "health": health, "progress": progress, "facts": unit}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import socket
@@ -400,6 +401,15 @@ def test_readiness_waits_and_gives_up():
     clock[0] = 0.0
     assert readiness.wait("u", 100, once=lambda url, timeout: (False, "refused"), **arguments) == 1
     assert said[-1] == "not ready after 100 s: u (refused)"
+    # systemd does not end ExecStartPost when the server ends: it has to notice.
+    clock[0] = 0.0
+    assert readiness.wait("u", 100, once=lambda url, timeout: (False, "refused"), ended=lambda: clock[0] > 2, **arguments) == 1
+    assert said[-1] == "the server ended after 3 s"
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    while not readiness.gone(child.pid):
+        pass
+    child.wait()
+    assert readiness.gone(child.pid) and not readiness.gone(os.getpid()) and not readiness.gone(0)
 
 
 @pytest.mark.parametrize("lines,result,stops", [
@@ -455,3 +465,9 @@ def test_addresses_of_proc_net():
     assert decode("0100007F") == "127.0.0.1" and decode("00000000") == "0.0.0.0"
     assert decode("0" * 32) == "::" and decode("00000000000000000000000001000000") == "::1"
     assert decode("0000000000000000FFFF00000100007F") == "127.0.0.1"
+
+
+def test_journal_lines_are_fit_to_show():
+    assert serving_state.tidy("x server_args={'api_key': 's3cret'}") == "x server_args=(left out)"
+    assert serving_state.tidy("\x1b[31mred\x1b[0m") == "red"
+    assert len(serving_state.tidy("y" * 5000)) < 520

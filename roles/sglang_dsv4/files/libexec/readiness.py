@@ -10,6 +10,7 @@ A worker's own /health generates one token, so it may take a while to answer: ea
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import urllib.error
@@ -28,8 +29,19 @@ def look(url, timeout):
         return False, str(getattr(error, "reason", error))
 
 
-def wait(url, limit, interval, timeout, say=print, clock=time.monotonic, sleep=time.sleep, once=look):
-    """0 when ready, 1 when the limit passed."""
+def gone(pid):
+    """Whether the server's process has ended. systemd itself waits for ExecStartPost even then."""
+    if not pid:
+        return False
+    try:
+        with open("/proc/%d/stat" % pid, encoding="ascii", errors="replace") as stream:
+            return stream.read().rpartition(")")[2].split()[:1] == ["Z"]
+    except OSError:
+        return True
+
+
+def wait(url, limit, interval, timeout, say=print, clock=time.monotonic, sleep=time.sleep, once=look, ended=lambda: False):
+    """0 when ready, 1 when the limit passed or the server ended."""
     start = clock()
     said = start
     seen = ""
@@ -38,6 +50,9 @@ def wait(url, limit, interval, timeout, say=print, clock=time.monotonic, sleep=t
         if ready:
             say("ready after %.0f s: %s" % (clock() - start, url))
             return 0
+        if ended():
+            say("the server ended after %.0f s" % (clock() - start))
+            return 1
         if clock() - start >= limit:
             say("not ready after %.0f s: %s (%s)" % (limit, url, seen))
             return 1
@@ -54,8 +69,9 @@ def main(argv=None):
     parser.add_argument("--limit", type=float, default=890.0, help="seconds until it gives up")
     parser.add_argument("--interval", type=float, default=1.0)
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one look")
+    parser.add_argument("--pid", type=int, default=int(os.environ.get("MAINPID") or 0), help="the server's process")
     given = parser.parse_args(argv)
-    return wait(given.url, given.limit, given.interval, given.timeout,
+    return wait(given.url, given.limit, given.interval, given.timeout, ended=lambda: gone(given.pid),
                 say=lambda line: print(line, flush=True))
 
 
