@@ -291,7 +291,9 @@ def secure_boot(system: System) -> str:
         return "unsupported"
     path = system.which("mokutil")
     if not path:
-        return "unknown"
+        # The variable itself: four bytes of attributes, then 0 or 1.
+        value = system.read(system.sys("firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"))
+        return {"\x00": "off", "\x01": "on"}.get((value or "")[-1:], "unknown")
     answer = system.run([path, "--sb-state"])
     return parse_secure_boot(answer.code, answer.out + answer.err)
 
@@ -566,6 +568,10 @@ def driver_findings(facts: dict[str, t.Any], question: Question, half: list[dict
                     "do not reboot before dkms says installed",
                 )
             )
+    if facts["secure_boot"] == "unknown":
+        findings.append(
+            finding("secure_boot_unknown", "warning", "whether Secure Boot is on cannot be told", "install mokutil, or look into the firmware's settings")
+        )
     if facts["secure_boot"] == "on" and facts["key_enrolled"] is not True:
         findings.append(
             finding(

@@ -37,6 +37,7 @@ attributes:
   diff_mode:
     support: none
   platform:
+    support: full
     platforms: linux
 """
 

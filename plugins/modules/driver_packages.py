@@ -72,7 +72,6 @@ options:
     description: Public key of O(repository), ASCII armored.
     type: str
     default: ""
-    no_log: false
   boot:
     description: Folder of the kernel images.
     type: path
@@ -93,6 +92,7 @@ attributes:
   diff_mode:
     support: full
   platform:
+    support: full
     platforms: debian
 """
 

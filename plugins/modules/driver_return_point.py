@@ -50,6 +50,7 @@ attributes:
   diff_mode:
     support: none
   platform:
+    support: full
     platforms: debian
 """
 

@@ -66,6 +66,7 @@ attributes:
   diff_mode:
     support: none
   platform:
+    support: full
     platforms: linux
 """
 

@@ -74,6 +74,7 @@ attributes:
   diff_mode:
     support: none
   platform:
+    support: full
     platforms: linux
 """
 

@@ -124,6 +124,7 @@ attributes:
   diff_mode:
     support: none
   platform:
+    support: full
     platforms: linux
 """
 

@@ -181,6 +181,15 @@ def test_secure_boot_stops_before_the_working_driver_is_touched(code, said, enro
         )
 
 
+@pytest.mark.parametrize("last, expected", [("\x01", "on"), ("\x00", "off"), (None, "unknown")])
+def test_secure_boot_is_read_without_mokutil(last, expected, host):
+    (host.folder / "sys/firmware/efi").mkdir(parents=True)
+    if last is not None:
+        host.write("sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c", "\x06\x00\x00\x00" + last)
+    assert driver.secure_boot(host) == expected
+    assert ("secure_boot_unknown" in ids(driver.state(healthy(host), question()))) is (expected == "unknown")
+
+
 def test_without_a_key_the_steps_say_how_to_make_one():
     assert "openssl req" in driver.mok_steps("") and "console" in driver.mok_steps("")
 
