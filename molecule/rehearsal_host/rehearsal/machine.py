@@ -23,6 +23,7 @@ from pathlib import Path
 
 from . import base
 from .common import CLONE, HERE, Problem, ca_bundle, cache_root, die_with_parent, locked, run, same_tree, say, step, tree_digest, write
+from .wheelhouse import engine_lock
 
 RUN = Path("/run/blackwell-dsv4")
 REBOOT = 133  # exit code of systemd-nspawn when the guest asked for a reboot
@@ -117,8 +118,7 @@ class Machine:
             held = self.holder()
             self._make_key()
             if held and self._keep(held, take_over, fresh):
-                for share, source in shares.items():
-                    same_tree(source, self.home / "share" / share)
+                self._share(shares)
                 self._wait_for_ssh()
                 return False
             self._remove(held)
@@ -156,9 +156,13 @@ class Machine:
                 raise Problem(f"port {self.port} on 127.0.0.1 is in use by another program: set REHEARSAL_SSH_PORT to a free one") from None
         for part in ("upper", "work", "root", "share"):
             (self.home / part).mkdir(parents=True, exist_ok=True)
-        for share in SHARES:
-            same_tree(shares.get(share, Path("/nonexistent")), self.home / "share" / share)
+        self._share(shares)
         self._write_guest()
+
+    def _share(self, shares: dict[str, Path]) -> None:
+        for share in SHARES:
+            same_tree(shares[share], self.home / "share" / share)
+        write(self.home / "engine.txt", engine_lock(shares["wheels"]))
 
     def _make_key(self) -> None:
         self.keys.mkdir(mode=0o700, parents=True, exist_ok=True)

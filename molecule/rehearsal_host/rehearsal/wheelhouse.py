@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from .common import CLONE, HERE, Problem, cache_root, cached_folder, digest, run, say, tree_digest
+from .common import CLONE, HERE, Problem, cache_root, cached_folder, digest, file_digest, run, say, tree_digest
 
 PYTHON = "3.13"  # of the suite in base.py
 GLIBC = range(41, 4, -1)  # manylinux_2_41 and all before it
@@ -54,6 +54,13 @@ def for_target(text: str) -> list[str]:
         if not marker or Marker(marker).evaluate(target):
             lines.append(" ".join([name, *hashes]))
     return lines
+
+
+def engine_lock(wheelhouse: Path) -> str:
+    """requirements/engine.txt with the hash of the engine's wheel as it lies in the wheelhouse: whoever changes the engine need not lock it anew."""
+    wheel = next(wheelhouse.glob(f"sglang-*{LOCAL}-*.whl"))
+    requirement = f"sglang=={wheel.name.split('-')[1]} --hash=sha256:{file_digest(wheel)}"
+    return "".join(f"{line}\n" for line in [*for_target((HERE / "requirements/engine.txt").read_text()), requirement])
 
 
 def wheels_of(path: Path, store: Path) -> Path:
