@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import sys
 from decimal import Decimal
 from importlib import resources
@@ -182,6 +181,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flags = table()
     words = merge_config(list(argv), flags)
     namespace = parser(flags).parse_args(words)
-    namespace.launch_command = shlex.join(words)  # keys included, as in SGLang
+    namespace.launch_command = " ".join(words)  # keys included, as in SGLang
     return namespace
 

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
     args = resolve.resolve(raw)
     args["launch_command"] = "python -m sglang.launch_server " + raw.launch_command
     settings = Settings(args["disaggregation_mode"])
-    log.info("server_args=%s", {name: value for name, value in args.items() if value is not None and name not in ("model_config", "api_key", "admin_api_key")})
+    # Keys included: SGLang logs them too, and whoever hides them has to be tried.
+    log.info("server_args=%s", {name: value for name, value in args.items() if name not in ("model_config", "launch_command")})
 
     ranks = Ranks(orphans=bool(settings.faults.get("orphans")))
     failed = []

@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 
 PAGE_SIZE = 256
-BAD_RUNNERS = ("triton", "cutlass", "flashinfer_cutlass")
 
 
 def switch(name: str, default: bool) -> bool:
@@ -53,6 +52,9 @@ def resolve(raw: argparse.Namespace) -> dict:
             args[name] = detected
 
     _context(args, config)
+    args["device"] = args["device"] or "cuda"
+    args["sampling_backend"] = args["sampling_backend"] or "flashinfer"
+    args["grammar_backend"] = args["grammar_backend"] or "xgrammar"
     _attention(args)
     _speculation(args)
     _disaggregation(args)
@@ -80,7 +82,7 @@ def _context(args: dict, config: dict) -> None:
 
 
 def _attention(args: dict) -> None:
-    args["attention_backend"] = args["decode_attention_backend"] = args["prefill_attention_backend"] = "dsv4"
+    args["attention_backend"] = "dsv4"
     args["page_size"] = PAGE_SIZE
     if args["kv_cache_dtype"] == "auto":
         args["kv_cache_dtype"] = "fp8_e4m3"
@@ -97,11 +99,12 @@ def _attention(args: dict) -> None:
         )
     if args["moe_runner_backend"] == "auto":
         args["moe_runner_backend"] = "flashinfer_mxfp4"
-    args["quantization"] = "fp8"
 
 
 def _speculation(args: dict) -> None:
     algorithm = args["speculative_algorithm"]
+    if args["speculative_moe_runner_backend"] in (None, "auto"):
+        args["speculative_moe_runner_backend"] = args["moe_runner_backend"]
     if algorithm is None:
         return
     if algorithm not in ("EAGLE", "DSPARK"):
@@ -113,14 +116,22 @@ def _speculation(args: dict) -> None:
             raise AssertionError("--speculative-num-steps is needed with --speculative-eagle-topk")
         if args["speculative_num_draft_tokens"] is None:
             args["speculative_num_draft_tokens"] = args["speculative_num_steps"] + 1
+    else:
+        block = args["speculative_dspark_block_size"] or int(args["model_config"].get("dspark_block_size") or 5)
+        for name, value in (("speculative_num_draft_tokens", block + 1), ("speculative_eagle_topk", 1), ("speculative_num_steps", 1)):
+            if args[name] is None:
+                args[name] = value
     if args["speculative_draft_model_path"] is None:
         args["speculative_draft_model_path"] = args["model_path"]
-    if args["speculative_moe_runner_backend"] in (None, "auto"):
-        args["speculative_moe_runner_backend"] = args["moe_runner_backend"]
 
 
 def _disaggregation(args: dict) -> None:
     mode = args["disaggregation_mode"]
+    if args["load_balance_method"] == "auto":
+        args["load_balance_method"] = "follow_bootstrap_room" if mode == "prefill" else "round_robin"
+    if args["cuda_graph_config"] is None:
+        graphs = args["cuda_graph_backend_decode"] or ("disabled" if mode == "prefill" else "full")
+        args["cuda_graph_config"] = {"decode": {"backend": graphs, "max_bs": args["cuda_graph_max_bs_decode"]}, "prefill": {"backend": "disabled"}}
     if args["disaggregation_transfer_backend"] == "mooncake_tcp":
         os.environ["MC_FORCE_TCP"] = "1"
         args["disaggregation_transfer_backend"] = "mooncake"
@@ -128,8 +139,5 @@ def _disaggregation(args: dict) -> None:
     if mode == "prefill":
         if args["disaggregation_transfer_backend"] == "fake":
             raise AssertionError("Prefill server does not support the 'fake' transfer backend")
-        if args["load_balance_method"] == "auto":
-            args["load_balance_method"] = "follow_bootstrap_room"
-        args["cuda_graph_backend_decode"] = "disabled"
     elif mode == "decode" and not args["disaggregation_decode_enable_radix_cache"]:
         args["disable_radix_cache"] = True
