@@ -21,6 +21,13 @@
 
 #include "../csrc/common/abi.cuh"
 
+// sm_120's shared memory holds one block an SM, sm_90's two, which then have 128 registers a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define MLA_MIN_BLOCKS 1
+#else
+#define MLA_MIN_BLOCKS 2
+#endif
+
 namespace {
 
 namespace cg = cooperative_groups;
@@ -28,7 +35,7 @@ namespace cg = cooperative_groups;
 constexpr int kWarps = 8;         // one for each value group
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 32;
-constexpr int kStages = 3;
+constexpr int kStages = 4;
 constexpr int kListed = 8;        // tiles whose tokens are looked up ahead
 constexpr int kRowBytes = 576;
 constexpr int kGroups = 8;        // seven of nope, one of rope
@@ -49,6 +56,13 @@ constexpr float kScoreSlack = 3.f;
 constexpr int kScaleSlack = 2;
 constexpr int kLift = 10;
 
+// What a block has been given. Kept in shared memory: registers are short in the loop.
+struct Work {
+  int row, tile, count, tiles0, length0, length1;
+  int part, parts;
+  long long slot;
+};
+
 struct Smem {
   // the ring of gathered rows; after the last tile the 32 KiB of output sums lie here
   alignas(128) unsigned char raw[kStages][kTile * kRowBytes];
@@ -60,7 +74,7 @@ struct Smem {
   alignas(16) unsigned char scales[kStages][kTile * kScaleBytes];
   // a tile's scales as factors, for each warp's group, [column quad][8 tokens][low or high column]
   alignas(16) float score_factor[kWarps][4][8];
-  alignas(16) unsigned short value_factor[kWarps][4][8];
+  alignas(16) unsigned short value_factor[2][kWarps][4][8];
   // addresses of the next tiles' rows and of their scales
   alignas(16) unsigned long long row_at[kListed][kTile];
   alignas(16) unsigned long long scale_at[kListed][kTile];
@@ -70,6 +84,9 @@ struct Smem {
   float top[16];       // reference of a row's softmax
   float sum[16];
   float shift[kGroups];  // log2 of what a group's sums are to be multiplied by, beside the reference
+  float sink_log2[16];
+  float scale_log2[16];  // of a row's scores: what its query was multiplied by taken out again
+  Work work;
   int last;
 };
 static_assert(sizeof(float) * 16 * 512 <= sizeof(Smem::raw), "output sums reuse the ring");
@@ -187,9 +204,9 @@ struct Lane {
 
 // Issues this warp's share of a tile's copies: four tokens. A whole warp takes 512 bytes of a row at once: one request
 // and one address translation for them, where a warp that fetched its own columns of many rows would need one for each.
-__device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile) {
+__device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile, int stage) {
   const int list = tile % kListed, first = 4 * t.warp;
-  const unsigned base = smem_address(sm.raw[tile % kStages]) + first * kRowBytes;
+  const unsigned base = smem_address(sm.raw[stage]) + first * kRowBytes;
   const ulonglong2 a = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first]);
   const ulonglong2 b = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first + 2]);
   const unsigned to = base + t.lane * 16, to_swapped = base + (t.lane ^ 2) * 16;
@@ -202,7 +219,7 @@ __device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile) {
   if (t.lane < 16) {
     copy_async16(base + token * kRowBytes + swizzle(token, 32 + t.c) * 16, sm.row_at[list][first + token] + (32 + t.c) * 16);
   } else if (t.c == 0) {
-    copy_async8(smem_address(&sm.scales[tile % kStages][(first + token) * kScaleBytes]), sm.scale_at[list][first + token]);
+    copy_async8(smem_address(&sm.scales[stage][(first + token) * kScaleBytes]), sm.scale_at[list][first + token]);
   }
 }
 
@@ -268,6 +285,13 @@ __device__ __forceinline__ void values(float (&o)[8][4], const unsigned (&p)[4],
   }
 }
 
+// What `from` points at, or `otherwise` for null: a predicated load, so that the loads around it need not wait for it.
+__device__ __forceinline__ int load_or(const int* from, int otherwise) {
+  int r;
+  asm volatile("{ .reg .pred p; setp.ne.u64 p, %1, 0; mov.s32 %0, %2; @p ld.global.nc.s32 %0, [%1]; }" : "=r"(r) : "l"(from), "r"(otherwise));
+  return r;
+}
+
 // Eight bf16 of a query row, or zeros for a head that does not exist.
 __device__ __forceinline__ uint4 load_query(const __nv_bfloat16* row, int dim) {
   return row == nullptr ? make_uint4(0, 0, 0, 0) : __ldg(reinterpret_cast<const uint4*>(row + dim));
@@ -315,48 +339,53 @@ __device__ __forceinline__ unsigned multiply_f16(unsigned a, unsigned b) {
 
 // The block's tiles, for a warp of one value group; kRope: the last one. `look_up` and `list` keep the list of tokens filled.
 //
-// Two barriers a tile. Up to the first, every warp makes its group's share of the 16 x 32 scores. Behind it, warp w adds the
-// shares of rows w and w + 8 and makes their probabilities; behind the second, every warp multiplies its group's values.
-template <bool kRope, class LookUp, class List>
-__device__ __forceinline__ void attend(Smem& sm, const Lane& t, int count, float scale_log2, const unsigned (&q)[16], float (&o)[8][4],
-                                       LookUp look_up, List list) {
-  const int chunk0 = 4 * t.warp;
-  // this lane's part of the softmax: row warp + 8 (lane & 1), columns 2c and 2c + 1 of tokens 8j ... 8j + 7
-  const int h = t.lane & 1, c = t.lane >> 1 & 3, j = t.lane >> 3;
-  const unsigned low_bit = 1u << (8 * j + c), high_bit = 1u << (8 * j + 4 + (c ^ 1));
-  float top = kNothing, sum = 0.f;
-  int largest_scale = -1000, index = -1;
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    const unsigned char* stage = sm.raw[i % kStages];
-    bool poisoned = false;
+// Two barriers a tile. Behind the first, warp w adds the eight shares of the scores of rows w and w + 8 and makes their
+// probabilities. Behind the second, every warp multiplies its group's values of this tile and makes its share of the next
+// tile's scores; the two do not depend on each other and fill each other's latencies.
+template <bool kRope>
+struct Attend {
+  Smem& sm;
+  const Lane& t;
+  const unsigned (&q)[16];
+  float (&o)[8][4];
+  int largest_scale = -1000;
+
+  // lane n takes care of token n's scale: at column quad n & 3 for low columns, crosswise for high ones
+  __device__ __forceinline__ int quad() const { return t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3; }
+  __device__ __forceinline__ int place() const { return 2 * (t.lane >> 3) + (t.lane >> 2 & 1); }
+
+  // The scores of a tile over this warp's dimensions, before their scales.
+  __device__ __forceinline__ int begin_scores(float (&s)[4][4], int stage) {
+    int byte = 0;
     if constexpr (!kRope) {
-      // lane n takes care of token n's scale: at column quad (n & 3) of the low columns, of the high ones crosswise
-      const int byte = sm.scales[i % kStages][t.lane * kScaleBytes + t.warp];
+      byte = sm.scales[stage][t.lane * kScaleBytes + t.warp];
+      // 2^(byte - 127); 2^-127 becomes 0 here, which no score can tell; 255 is NaN and makes its token's scores NaN
+      sm.score_factor[t.warp][quad()][place()] = __uint_as_float(byte == 255 ? 0x7fffffffu : static_cast<unsigned>(byte) << 23);
+    }
+    const int chunk0 = 4 * t.warp;
+    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[0]), q, sm.raw[stage], t, chunk0);
+    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[2]), q, sm.raw[stage] + 16 * kRowBytes, t, chunk0);
+    return byte;
+  }
+
+  // Scales them, hands them over, and prepares the scales of the tile's values.
+  __device__ __forceinline__ void end_scores(float (&s)[4][4], int byte, int parity) {
+    if constexpr (!kRope) {
       if (__any_sync(~0u, byte > largest_scale + kScaleSlack)) {
-        // ue8m0 255 is NaN, and one such token makes its rows NaN
-        poisoned = __any_sync(~0u, byte == 255);
-        const int now = __reduce_max_sync(~0u, byte == 255 ? 0 : byte);
-        if (now > largest_scale) {
-          const float alpha = exp2_fast(static_cast<float>(largest_scale - now));
+        const int found = __reduce_max_sync(~0u, byte == 255 ? 0 : byte);
+        if (found > largest_scale) {
+          const float alpha = exp2_fast(static_cast<float>(largest_scale - found));
 #pragma unroll
           for (int n = 0; n < 8; ++n)
 #pragma unroll
             for (int k = 0; k < 4; ++k) o[n][k] *= alpha;
-          largest_scale = now;
+          largest_scale = found;
         }
       }
-      const int quad = t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3, at = 2 * (t.lane >> 3) + (t.lane >> 2 & 1);
-      // 2^(byte - 127); 2^-127 becomes 0 here, which no score can tell
-      sm.score_factor[t.warp][quad][at] = __uint_as_float(static_cast<unsigned>(byte) << 23);
       // 2^(byte - largest + lift) in f16, 0 below 2^-14
-      sm.value_factor[t.warp][quad][at] = static_cast<unsigned short>(min(max(byte - largest_scale + kLift + 15, 0), 30) << 10);
+      sm.value_factor[parity][t.warp][quad()][place()] =
+          static_cast<unsigned short>(min(max(byte - largest_scale + kLift + 15, 0), 30) << 10);
       __syncwarp();
-    }
-    float s[4][4];
-    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[0]), q, stage, t, chunk0);
-    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[2]), q, stage + 16 * kRowBytes, t, chunk0);
-    if constexpr (!kRope) {
       const float4* factors = reinterpret_cast<const float4*>(sm.score_factor[t.warp][t.c]);
       const float4 f0 = factors[0], f1 = factors[1];
       const float f[8] = {f0.x, f0.y, f0.z, f0.w, f1.x, f1.y, f1.z, f1.w};
@@ -364,93 +393,115 @@ __device__ __forceinline__ void attend(Smem& sm, const Lane& t, int count, float
       for (int n = 0; n < 4; ++n)
 #pragma unroll
         for (int k = 0; k < 4; ++k) s[n][k] *= f[2 * n + (k & 1)];
-      if (poisoned) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-          for (int k = 0; k < 4; ++k) s[n][k] = __uint_as_float(0x7fffffffu);
-      }
     }
     // turned by 64 bytes from tile to tile of 8, so that the reads below touch all banks
 #pragma unroll
     for (int n = 0; n < 4; ++n) sm.exchange[t.warp][n][(t.lane + 4 * n) & 31] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
-    barrier();
-    // every warp has left the last tile's values behind: its stage is free
-    if (i + kStages - 1 < count) gather(sm, t, i + kStages - 1);
-    copy_commit();
-    // every fourth tile four more are listed: looked up at one tile, written at the next
-    if (!kRope && t.warp < 4 && i + kListed - 2 < count) {
-      if (i % 4 == 1) index = look_up(i - 1 + kListed);
-      if (i % 4 == 2) list(i - 2 + kListed, index);
+  }
+
+  template <class LookUp, class List>
+  __device__ __forceinline__ void run(int count, LookUp look_up, List list) {
+    const int chunk0 = 4 * t.warp;
+    // this lane's part of the softmax: row warp + 8 (lane & 1), columns 2c and 2c + 1 of tokens 8j ... 8j + 7
+    const int h = t.lane & 1, c = t.lane >> 1 & 3, j = t.lane >> 3;
+    float top = kNothing, sum = 0.f;
+    int index = -1;
+    // i modulo kStages, and the stages before and behind it
+    int now = 0, before = kStages - 1, next = 1;
+    if (count > 0) {
+      float s[4][4];
+      const int byte = begin_scores(s, 0);
+      end_scores(s, byte, 0);
     }
-    float2 x = make_float2(0.f, 0.f);
-    {
-      float2 w[kWarps];
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      barrier();
+      float2 x;
+      {
+        float2 w[kWarps];
 #pragma unroll
-      for (int n = 0; n < kWarps; ++n) w[n] = reinterpret_cast<const float2*>(&sm.exchange[n][j][(4 * t.warp + c + 4 * j) & 31])[h];
-      x.x = ((w[0].x + w[1].x) + (w[2].x + w[3].x)) + ((w[4].x + w[5].x) + (w[6].x + w[7].x));
-      x.y = ((w[0].y + w[1].y) + (w[2].y + w[3].y)) + ((w[4].y + w[5].y) + (w[6].y + w[7].y));
-    }
-    const unsigned valid = sm.valid[i % (2 * kListed)];
-    x.x = valid & low_bit ? x.x * scale_log2 : -INFINITY;
-    x.y = valid & high_bit ? x.y * scale_log2 : -INFINITY;
-    float m = fmaxf(x.x, x.y);
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
-    const bool moved = m > top + kScoreSlack;
-    const float alpha = moved ? exp2_fast(top - m) : 1.f;
-    if (moved) top = m;
-    x.x = exp2_fast(x.x - top);
-    x.y = exp2_fast(x.y - top);
-    sum = sum * alpha + (x.x + x.y);
-    const int to = 2 * (j & 1) + h;
-    reinterpret_cast<unsigned*>(&sm.prob_f16[j >> 1][4 * t.warp + c])[to] = pack<false>(x.x, x.y);
-    reinterpret_cast<unsigned*>(&sm.prob_bf16[j >> 1][4 * t.warp + c])[to] = pack<true>(x.x, x.y);
-    if (t.lane < 2) sm.alpha[t.warp + 8 * h] = alpha;
-    // the next tile's rows have to be there for all warps behind the barrier
-    copy_wait<kStages - 2>();
-    if (barrier_any(moved)) {
-      const float shrink[2] = {sm.alpha[t.g], sm.alpha[t.g + 8]};
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) o[n][k] *= shrink[k >> 1];
-    }
-    uint4 f = make_uint4(0, 0, 0, 0);
-    if constexpr (!kRope) f = *reinterpret_cast<const uint4*>(sm.value_factor[t.warp][t.c]);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint4 v = kRope ? sm.prob_bf16[k][t.lane] : sm.prob_f16[k][t.lane];
-      unsigned p[4] = {v.x, v.y, v.z, v.w};
-      if constexpr (!kRope) {
-        const unsigned f0 = k ? f.z : f.x, f1 = k ? f.w : f.y;
-        p[0] = multiply_f16(p[0], f0), p[1] = multiply_f16(p[1], f0), p[2] = multiply_f16(p[2], f1), p[3] = multiply_f16(p[3], f1);
+        for (int n = 0; n < kWarps; ++n) w[n] = reinterpret_cast<const float2*>(&sm.exchange[n][j][(4 * t.warp + c + 4 * j) & 31])[h];
+        x.x = ((w[0].x + w[1].x) + (w[2].x + w[3].x)) + ((w[4].x + w[5].x) + (w[6].x + w[7].x));
+        x.y = ((w[0].y + w[1].y) + (w[2].y + w[3].y)) + ((w[4].y + w[5].y) + (w[6].y + w[7].y));
       }
-      values<kRope>(o, p, stage + 16 * k * kRowBytes, t, chunk0);
-    }
-    // the factors are this warp's own
-    if constexpr (!kRope) __syncwarp();
-  }
+      const float scale_log2 = sm.scale_log2[t.warp + 8 * h];
+      const unsigned valid = sm.valid[i % (2 * kListed)];
+      x.x = valid >> (8 * j + c) & 1 ? x.x * scale_log2 : -INFINITY;
+      x.y = valid >> (8 * j + 4 + (c ^ 1)) & 1 ? x.y * scale_log2 : -INFINITY;
+      float alpha = 1.f;
+      const bool moved = __any_sync(~0u, fmaxf(x.x, x.y) > top + kScoreSlack);
+      if (moved) {
+        float m = fmaxf(x.x, x.y);
 #pragma unroll
-  for (int d = 2; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  if (t.lane < 2) {
-    sm.top[t.warp + 8 * h] = top;
-    sm.sum[t.warp + 8 * h] = sum;
+        for (int d = 2; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+        if (m > top + kScoreSlack) {
+          alpha = exp2_fast(top - m);
+          top = m;
+          sum *= alpha;
+        }
+      }
+      x.x = exp2_fast(x.x - top);
+      x.y = exp2_fast(x.y - top);
+      sum += x.x + x.y;
+      const int to = 2 * (j & 1) + h;
+      reinterpret_cast<unsigned*>(&sm.prob_f16[j >> 1][4 * t.warp + c])[to] = pack<false>(x.x, x.y);
+      reinterpret_cast<unsigned*>(&sm.prob_bf16[j >> 1][4 * t.warp + c])[to] = pack<true>(x.x, x.y);
+      if (t.lane < 2) sm.alpha[t.warp + 8 * h] = alpha;
+      // the next tile's rows have to be there for all warps behind the barrier
+      copy_wait<kStages - 3>();
+      if (barrier_any(moved)) {
+        const float shrink[2] = {sm.alpha[t.g], sm.alpha[t.g + 8]};
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) o[n][k] *= shrink[k >> 1];
+      }
+      // every warp has left the last tile's values behind since the first barrier: its stage is free
+      if (i + kStages - 1 < count) gather(sm, t, i + kStages - 1, before);
+      copy_commit();
+      // every fourth tile four more are listed: looked up at one tile, written at the next
+      if (!kRope && t.warp < 4 && i + kListed - 2 < count) {
+        if (i % 4 == 1) index = look_up(sm.work, i - 1 + kListed);
+        if (i % 4 == 2) list(sm.work, i - 2 + kListed, index);
+      }
+      // past the end: a stage that holds something old, and nobody reads the result
+      float s[4][4];
+      const int byte = begin_scores(s, next);
+      uint4 f = make_uint4(0, 0, 0, 0);
+      if constexpr (!kRope) f = *reinterpret_cast<const uint4*>(sm.value_factor[i & 1][t.warp][t.c]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint4 v = kRope ? sm.prob_bf16[k][t.lane] : sm.prob_f16[k][t.lane];
+        unsigned p[4] = {v.x, v.y, v.z, v.w};
+        if constexpr (!kRope) {
+          const unsigned f0 = k ? f.z : f.x, f1 = k ? f.w : f.y;
+          p[0] = multiply_f16(p[0], f0), p[1] = multiply_f16(p[1], f0), p[2] = multiply_f16(p[2], f1), p[3] = multiply_f16(p[3], f1);
+        }
+        values<kRope>(o, p, sm.raw[now] + 16 * k * kRowBytes, t, chunk0);
+      }
+      if (i + 1 < count) end_scores(s, byte, (i + 1) & 1);
+      before = now, now = next;
+      next = next == kStages - 1 ? 0 : next + 1;
+    }
+#pragma unroll
+    for (int d = 2; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if (t.lane < 2) {
+      sm.top[t.warp + 8 * h] = top;
+      sm.sum[t.warp + 8 * h] = sum;
+    }
+    if (t.lane == 0) sm.shift[t.warp] = kRope ? 0.f : static_cast<float>(largest_scale - 127 - kLift);
   }
-  if (t.lane == 0) sm.shift[t.warp] = kRope ? 0.f : static_cast<float>(largest_scale - 127 - kLift);
-}
+};
 
 __device__ __forceinline__ float4 weighted(float4 acc, float w, float4 v) {
   return make_float4(acc.x + w * v.x, acc.y + w * v.y, acc.z + w * v.z, acc.w + w * v.w);
 }
 
 // The factor of a row's merged sums, and its lse. The sink enters here and nowhere else, once a row.
-__device__ __forceinline__ float finish(const Params& p, int row, int head, float top, float softmax_top, float sum, bool with_lse) {
+__device__ __forceinline__ float finish(const Params& p, float sink_log2, int row, int head, float top, float softmax_top, float sum,
+                                        bool with_lse) {
   if (head >= p.heads) return 0.f;
-  float denominator = sum;
-  if (p.sink != nullptr) denominator += exp2_fast(p.sink[head] * kLog2e - softmax_top);
+  const float denominator = sum + exp2_fast(sink_log2 - softmax_top);
   if (with_lse && p.lse != nullptr)
     p.lse[static_cast<long long>(row) * p.heads + head] = sum == 0.f ? -INFINITY : (softmax_top + __log2f(sum)) * kLn2;
   // not `sum > 0`: a NaN has to come out
@@ -465,7 +516,7 @@ __device__ __forceinline__ void store_output(const Params& p, float4 v, int row,
 
 // The blocks of a cluster share a unit of work.
 template <int kCluster>
-__global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   Smem& sm = *reinterpret_cast<Smem*>(memory);
   Lane t;
@@ -494,25 +545,23 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
   // the whole cluster leaves together
   if (row < 0 || row >= p.rows) return;
 
-  int tile, count, tiles0;
+  Work work;
   auto share = [&] {
-    tiles0 = tiles_of(length0);
-    tile = begin + (end - begin) * rank / kCluster;
-    count = begin + (end - begin) * (rank + 1) / kCluster - tile;
+    const int tiles0 = tiles_of(length0), tile = begin + (end - begin) * rank / kCluster;
+    work = {row, tile, begin + (end - begin) * (rank + 1) / kCluster - tile, tiles0, length0, length1, part, parts, slot};
   };
   // this lane's token of the block's tile j + warp, -1 for none
-  auto look_up = [&](int j) -> int {
+  auto look_up = [&](const Work& w, int j) -> int {
     j += t.warp;
-    const int at = tile + j;
-    const bool first = at < tiles0;
-    const int position = (first ? at : at - tiles0) * kTile + t.lane;
-    if (j >= count || position >= (first ? length0 : length1)) return -1;
-    const int* from = first ? p.scope[0].indices : p.scope[1].indices;
-    return __ldg(from + row * (first ? p.scope[0].indices_stride : p.scope[1].indices_stride) + position);
+    const int at = w.tile + j;
+    const bool first = at < w.tiles0;
+    const int position = (first ? at : at - w.tiles0) * kTile + t.lane;
+    const int* from = (first ? p.scope[0].indices : p.scope[1].indices) + w.row * (first ? p.scope[0].indices_stride : p.scope[1].indices_stride);
+    return load_or(j >= w.count || position >= (first ? w.length0 : w.length1) ? nullptr : from + position, -1);
   };
-  auto list = [&](int j, int index) {
+  auto list = [&](const Work& w, int j, int index) {
     j += t.warp;
-    const bool first = tile + j < tiles0;
+    const bool first = w.tile + j < w.tiles0;
     const int shift = first ? p.scope[0].page_shift : p.scope[1].page_shift;
     const unsigned char* cache = first ? p.scope[0].cache : p.scope[1].cache;
     const int offset = index & ((1 << shift) - 1);
@@ -526,8 +575,12 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     if (t.lane == 0) sm.valid[j % (2 * kListed)] = mask;
   };
   share();
-  int index = look_up(0);
-  const int actual0 = clamped_length(p.scope[0], row), actual1 = clamped_length(p.scope[1], row);
+  int index = look_up(work, 0);
+  int actual0 = load_or(p.scope[0].lengths == nullptr ? nullptr : p.scope[0].lengths + row, p.scope[0].width);
+  int actual1 = load_or(p.scope[1].lengths == nullptr ? nullptr : p.scope[1].lengths + row, p.scope[1].width);
+  const int sink_head = head0 + threadIdx.x % 16;
+  const int sink = load_or(reinterpret_cast<const int*>(p.sink == nullptr || sink_head >= p.heads ? nullptr : p.sink + sink_head),
+                           __float_as_int(-INFINITY));
 
   uint4 raw[2][2];
 #pragma unroll
@@ -537,6 +590,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     raw[h][0] = load_query(from, t.warp < 7 ? 16 * t.c : 8 * t.c);
     raw[h][1] = load_query(from, t.warp < 7 ? 16 * t.c + 8 : 8 * t.c + 32);
   }
+  actual0 = min(max(actual0, 0), p.scope[0].width), actual1 = min(max(actual1, 0), p.scope[1].width);
   if (actual0 != length0 || actual1 != length1) {
     // A plan of other lengths stays right, and slow: the row's first unit takes all of it.
     if (part != 0) return;
@@ -544,13 +598,16 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     length0 = actual0, length1 = actual1;
     begin = 0, end = tiles_of(length0) + tiles_of(length1);
     share();
-    index = look_up(0);
+    index = look_up(work, 0);
   }
-  list(0, index);
+  list(work, 0, index);
+  if (threadIdx.x < 16) sm.sink_log2[threadIdx.x] = __int_as_float(sink) * kLog2e;
+  if (threadIdx.x == 0) sm.work = work;
+  const int count = work.count;
   barrier();
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
-    if (i < count) gather(sm, t, i);
+    if (i < count) gather(sm, t, i, i);
     // an empty group keeps the count of groups
     copy_commit();
   }
@@ -565,7 +622,6 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
   }
   barrier();
   unsigned q[16];
-  float scale_log2 = 0.f;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float m = 0.f, own = 0.f;
@@ -582,17 +638,17 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     } else {
       query_fragments<true>(q, raw[h], factor, h);
     }
-    // of the row whose softmax this lane works on
-    if ((t.lane & 1) == h) scale_log2 = p.scale_log2 * __uint_as_float(static_cast<unsigned>(exponent(own) - 11 + 127) << 23);
+    // of the rows whose softmax this warp works on
+    if (t.lane == 0) sm.scale_log2[t.warp + 8 * h] = p.scale_log2 * __uint_as_float(static_cast<unsigned>(exponent(own) - 11 + 127) << 23);
   }
 
   float o[8][4] = {};
   copy_wait<kStages - 2>();
   barrier();
   if (t.warp < 7) {
-    attend<false>(sm, t, count, scale_log2, q, o, look_up, list);
+    Attend<false>{sm, t, q, o}.run(count, look_up, list);
   } else {
-    attend<true>(sm, t, count, scale_log2, q, o, look_up, list);
+    Attend<true>{sm, t, q, o}.run(count, look_up, list);
   }
   copy_wait<0>();
 
@@ -614,6 +670,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     cg::this_cluster().sync();
   }
 
+  row = sm.work.row, part = sm.work.part, parts = sm.work.parts, slot = sm.work.slot;
   // the same place in the memory of the cluster's block i
   auto peer = [&](auto* mine, int i) {
     if constexpr (kCluster == 1) {
@@ -626,6 +683,14 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
   auto record = [&](int n) -> float* { return p.partial + ((slot + n) * gridDim.y + blockIdx.y) * kRecordFloats; };
   // each block keeps a copy of exponents and sums, so that a slice depends on blocks of its own rank alone
   const int side = 16 * 512 + rank * kRecordSide;
+
+  constexpr int kPieces = 16 * 512 / 4;
+  constexpr int kShare = kPieces / (kCluster * kThreads);
+  auto piece_of = [&](int n) { return rank * kThreads + static_cast<int>(threadIdx.x) + n * kCluster * kThreads; };
+  // the first of this thread's pieces travels before its weights are known
+  float4 ahead[kCluster];
+#pragma unroll
+  for (int i = 0; i < kCluster; ++i) ahead[i] = *peer(sums + piece_of(0), i);
 
   // one thread for each group and head
   if (threadIdx.x < kGroups * 16) {
@@ -644,7 +709,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     for (int i = 0; i < kCluster; ++i) total += exp2_fast(m[i] - softmax_top) * l[i];
     float factor = 1.f;
     if (parts == 1) {
-      factor = finish(p, row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
+      factor = finish(p, sm.sink_log2[head], row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
     } else {
       float* to = record(part) + side;
       to[threadIdx.x] = group == kGroups - 1 ? softmax_top : top;
@@ -654,14 +719,16 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     for (int i = 0; i < kCluster; ++i) weights[i * 128 + threadIdx.x] = exp2_fast(e[i] - top) * factor;
   }
   __syncthreads();
-  constexpr int kPieces = 16 * 512 / 4;
 #pragma unroll 1
-  for (int at = rank * kThreads + threadIdx.x; at < kPieces; at += kCluster * kThreads) {
-    const int group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2);
+  for (int n = 0; n < kShare; ++n) {
+    const int at = piece_of(n), group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2);
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kCluster; ++i)
-      v = weighted(v, weights[i * 128 + group * 16 + head], *peer(sums + at, i));
+    for (int i = 0; i < kCluster; ++i) v = weighted(v, weights[i * 128 + group * 16 + head], ahead[i]);
+    if (n + 1 < kShare) {
+#pragma unroll
+      for (int i = 0; i < kCluster; ++i) ahead[i] = *peer(sums + piece_of(n + 1), i);
+    }
     if (parts == 1) {
       store_output(p, v, row, head0 + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3));
     } else {
@@ -696,12 +763,12 @@ __global__ void __launch_bounds__(kThreads, 2) sparse_mla_decode(const __grid_co
     for (int i = 0; i < parts; ++i)
       total += exp2_fast(__ldcg(record(i) + side + (kGroups - 1) * 16 + head) - softmax_top) * __ldcg(record(i) + side + kGroups * 16 + head);
     tops[threadIdx.x] = top;
-    factors[threadIdx.x] = finish(p, row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
+    factors[threadIdx.x] = finish(p, sm.sink_log2[head], row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
   }
   __syncthreads();
 #pragma unroll 1
-  for (int at = rank * kThreads + threadIdx.x; at < kPieces; at += kCluster * kThreads) {
-    const int group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2), pair = group * 16 + head;
+  for (int n = 0; n < kShare; ++n) {
+    const int at = piece_of(n), group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2), pair = group * 16 + head;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
     for (int i = 0; i < parts; ++i)
@@ -793,30 +860,59 @@ __global__ void __launch_bounds__(kPlanThreads) sparse_mla_plan(
     reinterpret_cast<int4*>(items)[2 * static_cast<long long>(i)] = make_int4(-1, 0, 0, 0);
 }
 
+// A launch's configuration; the attribute has to live as long.
 template <int kCluster>
-cudaError_t launch(const Params& p, int units, int head_blocks, cudaStream_t stream) {
-  static bool ready[64] = {};
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device >= 64 || !ready[device]) {
-    error = cudaFuncSetAttribute(sparse_mla_decode<kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
-    if (error != cudaSuccess) return error;
-    if (device < 64) ready[device] = true;
-  }
+cudaLaunchConfig_t configuration(int units, int head_blocks, cudaStream_t stream, cudaLaunchAttribute& attribute) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(units) * kCluster, head_blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(Smem);
   config.stream = stream;
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeClusterDimension;
-  attribute[0].val.clusterDim.x = kCluster;
-  attribute[0].val.clusterDim.y = 1;
-  attribute[0].val.clusterDim.z = 1;
-  config.attrs = attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
   config.numAttrs = kCluster > 1 ? 1 : 0;
+  return config;
+}
+
+template <int kCluster>
+cudaError_t allow_shared_memory() {
+  static bool ready[64] = {};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || (device < 64 && ready[device])) return error;
+  error = cudaFuncSetAttribute(sparse_mla_decode<kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+  if (error == cudaSuccess && device < 64) ready[device] = true;
+  return error;
+}
+
+template <int kCluster>
+cudaError_t launch(const Params& p, int units, int head_blocks, cudaStream_t stream) {
+  const cudaError_t error = allow_shared_memory<kCluster>();
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute = {};
+  const cudaLaunchConfig_t config = configuration<kCluster>(units, head_blocks, stream, attribute);
   return cudaLaunchKernelEx(&config, sparse_mla_decode<kCluster>, p);
+}
+
+template <int kCluster>
+int active_clusters(int* found) {
+  const cudaError_t error = allow_shared_memory<kCluster>();
+  if (error != cudaSuccess) return error;
+  if constexpr (kCluster == 1) {
+    int device = 0, sms = 0, blocks = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, sparse_mla_decode<1>, kThreads, sizeof(Smem));
+    *found = sms * blocks;
+    return e;
+  } else {
+    cudaLaunchAttribute attribute = {};
+    const cudaLaunchConfig_t config = configuration<kCluster>(1, 1, nullptr, attribute);
+    return cudaOccupancyMaxActiveClusters(found, sparse_mla_decode<kCluster>, &config);
+  }
 }
 
 bool scope_is_sound(const Scope& s) {
@@ -878,6 +974,17 @@ DSV4_EXPORT int dsv4_sparse_mla_decode(
     default: return dsv4::kBadArgument;
   }
   return error == cudaErrorNoKernelImageForDevice ? dsv4::kNoCode : static_cast<int>(error);
+}
+
+// Gives how many clusters of a size run at the same time on the current GPU.
+DSV4_EXPORT int dsv4_sparse_mla_active_clusters(int cluster, int* found) {
+  switch (cluster) {
+    case 1: return active_clusters<1>(found);
+    case 2: return active_clusters<2>(found);
+    case 4: return active_clusters<4>(found);
+    case 8: return active_clusters<8>(found);
+    default: return dsv4::kBadArgument;
+  }
 }
 
 // Gives the id of the capture that a stream is part of, 0 when it is not capturing.
