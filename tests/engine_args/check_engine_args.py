@@ -156,7 +156,7 @@ def prepare() -> None:
     from sglang.srt.runtime_context import _PLATFORM
 
     _PLATFORM._install(**PLATFORM)
-    import sglang.srt.server_args  # noqa: F401
+    import sglang.srt.server_args
 
 
 def resolve(line: dict, model: Path) -> dict:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import threading
 
 import pytest
@@ -127,3 +129,25 @@ def test_sigterm_lets_a_stream_end(engines):
     thread.join()
     assert answers[0].joined()["content"].endswith("99 100")
     assert "Gracefully exiting" in engine.log()
+
+
+def test_sigterm_to_the_whole_group_cuts_everything(engines):
+    """What KillMode=control-group does: the schedulers die first, and the watchdog takes that for a crash."""
+    engine = engines(settings={"token_seconds": 0.02, "drain_delay_seconds": 3})
+    outcome = []
+
+    def ask():
+        try:
+            outcome.append(engine.chat("Count to 400", stream=True).joined()["finish_reason"])
+        except (OSError, http.client.HTTPException) as error:
+            outcome.append(type(error).__name__)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not json.loads(support.call(engine.port, "GET", "/v1/loads").text)["loads"][0]["num_running_reqs"]:
+        pass
+    os.killpg(engine.pid, signal.SIGTERM)
+    assert engine.popen.wait(10) == -signal.SIGKILL
+    thread.join()
+    assert outcome == ["IncompleteRead"]
+    assert "crashed" in engine.log()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import MappingProxyType
 
 SETTINGS_PATH = "/etc/rehearsal/engine.json"
 
@@ -110,9 +111,12 @@ class Faults:
 
 
 class Settings:
-    """load_seconds, warmup_seconds, token_seconds and faults; `prefill`, `decode`, `null` hold overrides by mode."""
+    """The settings file; `prefill`, `decode`, `null` hold overrides by mode.
 
-    DEFAULTS = {"load_seconds": 3.0, "warmup_seconds": 1.0, "token_seconds": 0.008, "faults": {}}
+    drain_delay_seconds: SGLang looks for SIGTERM every 5 s (0 to 5 s pass), and only then drains.
+    """
+
+    DEFAULTS = MappingProxyType({"load_seconds": 3.0, "warmup_seconds": 1.0, "token_seconds": 0.008, "drain_delay_seconds": 0.0, "faults": {}})
 
     def __init__(self, mode: str, path: str | None = None):
         path = path or os.environ.get("REHEARSAL_ENGINE_SETTINGS", SETTINGS_PATH)
@@ -124,4 +128,5 @@ class Settings:
         self.load_seconds = float(merged["load_seconds"])
         self.warmup_seconds = float(merged["warmup_seconds"])
         self.token_seconds = float(merged["token_seconds"])
+        self.drain_delay_seconds = float(merged["drain_delay_seconds"])
         self.faults = Faults(merged["faults"])

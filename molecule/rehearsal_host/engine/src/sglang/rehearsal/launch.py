@@ -197,7 +197,8 @@ async def watch_children(engine) -> None:
 
 async def drain(engine) -> None:
     engine.stopping = True
-    log.info("SIGTERM received. Draining requests and shutting down...")
+    log.warning("SIGTERM received. Draining requests and shutting down...")
+    await asyncio.sleep(engine.settings.drain_delay_seconds)
     while engine.running or engine.waiting:
         log.info("Gracefully exiting... Remaining number of requests %d.", len(engine.running) + engine.waiting)
         await asyncio.sleep(0.25)

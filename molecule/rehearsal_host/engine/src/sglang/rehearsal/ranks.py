@@ -134,8 +134,8 @@ def listeners(rank: int, args: dict) -> list[socket.socket]:
     if rank == 0 and args["nccl_port"]:
         found.append(_listen(args["nccl_port"]))
     if args["disaggregation_mode"] in ("prefill", "decode") and args["disaggregation_transfer_backend"] == "mooncake":
-        low = int(os.environ.get("MC_MIN_RPC_PORT", 15000))
-        high = int(os.environ.get("MC_MAX_RPC_PORT", 17000))
+        low = int(os.environ.get("MC_MIN_RPC_PORT", "15000"))
+        high = int(os.environ.get("MC_MAX_RPC_PORT", "17000"))
         start = low + os.getpid() % max(1, high - low)
         for port in [*range(start, high), *range(low, start)]:
             try:

@@ -98,7 +98,7 @@ class Scene:
             return "I have to give that text back.", found.group(1).strip()
         sums = self.sums(faults)
         if sums:
-            a, sign, b, result = sums[0]
+            a, sign, b, _result = sums[0]
             thought = "We need %d %s %d." % (a, sign, b)
             if sign == "×" and b > 10:
                 tens, ones = b - b % 10, b % 10
