@@ -28,6 +28,42 @@ DPKG_STATES = {
     "t": "triggers_pending",
     "i": "installed",
 }
+# Packages that carry the driver's version, as the role nvidia_driver pins them (there with the branch's own names); ! takes names out again.
+FAMILY = (
+    "nvidia-*",
+    "libnvidia-*",
+    "libcuda1",
+    "libcudadebugger1",
+    "libnvcuvid1",
+    "libnvoptix1",
+    "libegl-nvidia0",
+    "libgl1-nvidia-glvnd-glx",
+    "libglx-nvidia0",
+    "libgles-nvidia1",
+    "libgles-nvidia2",
+    "libxnvctrl0",
+    "firmware-nvidia-gsp",
+    "xserver-xorg-video-nvidia",
+    "cuda-drivers",
+    "!nvidia-container-runtime",
+    "!nvidia-container-toolkit",
+    "!nvidia-container-toolkit-base",
+    "!libnvidia-container1",
+    "!libnvidia-container-tools",
+    "!libnvidia-container-dev",
+    "!nvidia-docker2",
+    "!nvidia-cuda-dev",
+    "!nvidia-cuda-gdb",
+    "!nvidia-cuda-toolkit",
+    "!nvidia-cudnn",
+    "!nvidia-fs",
+    "!nvidia-fs-dkms",
+    "!nvidia-gds",
+    "!nvidia-prime",
+    "!nvidia-common",
+    "xserver-xorg-video-nvidia-*",
+    "cuda-drivers-*",
+)
 VERSION = re.compile(r"\d+(?:\.\d+)+")
 
 
@@ -194,8 +230,20 @@ def branch(version: str | None) -> int | None:
 
 
 def in_family(name: str, patterns: t.Iterable[str]) -> bool:
-    """Does a package belong to the driver? Patterns are those of apt preferences."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    """Does a package fit one of the patterns (those of apt preferences)? A pattern with a leading ``!`` takes names out again."""
+    fits = False
+    for pattern in patterns:
+        if pattern.startswith("!"):
+            if fnmatch.fnmatchcase(name, pattern[1:]):
+                return False
+        elif not fits:
+            fits = fnmatch.fnmatchcase(name, pattern)
+    return fits
+
+
+def carries_driver(version: str) -> bool:
+    """Is this the version of a driver (580.95.05-1), not one of a helper that shares the vendor's prefix (20220217+1)?"""
+    return bool(re.match(r"^\d{3}\.\d+(?:\.\d+)*$", upstream(version)))
 
 
 # -- facts of a host --------------------------------------------------------------------------------------------
@@ -238,9 +286,9 @@ def installed_packages(system: System) -> list[dict[str, str]]:
     return [entry for entry in parse_dpkg(answer.out) if entry["state"] not in ("not_installed", "config_files")]
 
 
-def held_packages(system: System) -> list[str]:
-    path = system.which("apt-mark")
-    return [line.split(":")[0] for line in system.run([path, "showhold"]).out.split()] if path else []
+def held_packages(packages: t.Iterable[dict[str, str]]) -> list[str]:
+    """Names that dpkg was told to keep; asking apt for them would open its whole index."""
+    return sorted(entry["name"] for entry in packages if entry["wanted"] == "h")
 
 
 def bootable_kernels(system: System, boot: str = "/boot") -> list[str]:
@@ -442,7 +490,7 @@ def state(system: System, question: Question) -> dict[str, t.Any]:
     facts = module_facts(system)
     packages = installed_packages(system)
     family = [entry for entry in packages if in_family(entry["name"], question.family)]
-    held = held_packages(system)
+    held = held_packages(packages)
     target, target_reason = target_kernel(system, question.boot)
     at_target = modinfo(system, target)
     dkms, dkms_reason = dkms_entries(system)
@@ -570,7 +618,12 @@ def driver_findings(facts: dict[str, t.Any], question: Question, half: list[dict
             )
     if facts["secure_boot"] == "unknown":
         findings.append(
-            finding("secure_boot_unknown", "warning", "whether Secure Boot is on cannot be told", "install mokutil, or look into the firmware's settings")
+            finding(
+                "secure_boot_unknown",
+                "warning",
+                "whether Secure Boot is on cannot be told",
+                "install mokutil, or look into the firmware's settings",
+            )
         )
     if facts["secure_boot"] == "on" and facts["key_enrolled"] is not True:
         findings.append(

@@ -101,6 +101,22 @@ def choose_version(wanted: Wanted, installed: dict[str, str], policy: dict[str, 
     return None
 
 
+def satisfied(wanted: Wanted, packages: list[dict[str, str]]) -> bool:
+    """Is everything installed as wanted, so that apt's index need not be opened? Holds are not looked at."""
+    present = {entry["name"]: entry["version"] for entry in packages if entry["state"] in ("installed", *BROKEN)}
+    if wanted.exact:
+        return all(present.get(name) == version for name, version in wanted.exact.items())
+    version = choose_version(wanted, present, {}, {})
+    for name in wanted.names:
+        if name not in present or (driver.in_family(name, wanted.family) and driver.upstream(present[name]) != version):
+            return False
+    return all(
+        driver.upstream(have) == version and not (driver.PROPRIETARY.match(name) and any("open" in other for other in wanted.names))
+        for name, have in present.items()
+        if driver.in_family(name, wanted.family) and driver.carries_driver(have) and name not in wanted.names
+    )
+
+
 def decide(
     wanted: Wanted,
     packages: list[dict[str, str]],
@@ -145,7 +161,12 @@ def decide(
                 raise not_offered(name, version if family else None, wanted, policy, origins, names())
         # The rest of the installed set moves along, so that no sibling keeps another version.
         for name, have in present.items():
-            if name in install or name in wanted.names or not driver.in_family(name, wanted.family) or version is None:
+            if (
+                name in install
+                or name in wanted.names
+                or version is None
+                or not (driver.in_family(name, wanted.family) and driver.carries_driver(have))
+            ):
                 continue
             if driver.PROPRIETARY.match(name) and any("open" in other for other in wanted.names):
                 remove.append(name)  # it conflicts with the open flavour of the same branch
@@ -278,7 +299,7 @@ class Apt:
         return driver.installed_packages(self.system)
 
     def held(self) -> list[str]:
-        return driver.held_packages(self.system)
+        return driver.held_packages(self.packages())
 
     def policy(self, names: t.Iterable[str]) -> dict[str, dict[str, t.Any]]:
         wanted = sorted(set(names))

@@ -746,8 +746,8 @@ def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> di
     state = driver.state(
         system,
         driver.Question(
-            given.get("family") or [],
-            given.get("hold") or [],
+            given.get("family") or list(driver.FAMILY),
+            given.get("hold") or list(driver.FAMILY),
             given.get("boot") or "/boot",
             [],
             [],

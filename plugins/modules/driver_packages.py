@@ -226,6 +226,8 @@ def run(module: AnsibleModule, apt: driver_packages.Apt, system: System) -> dict
         asked = (
             set(wanted.names) | set(wanted.exact) | {entry["name"] for entry in packages if driver.in_family(entry["name"], wanted.family)}
         )
+        if driver_packages.satisfied(wanted, packages):
+            return driver_packages.decide(wanted, packages, held_now, {}, {})
         return driver_packages.decide(wanted, packages, held_now, apt.policy(asked), apt.origins(), complete, apt.names)
 
     complete = not module.check_mode

@@ -95,15 +95,14 @@ def main() -> None:
     )
     given = module.params
     system = System()
-    present = {
-        entry["name"]: entry["version"] for entry in driver.installed_packages(system) if driver.in_family(entry["name"], given["scope"])
-    }
+    installed = driver.installed_packages(system)
+    present = {entry["name"]: entry["version"] for entry in installed if driver.in_family(entry["name"], given["scope"])}
     try:
         if given["state"] == "read":
             module.exit_json(changed=False, point=driver_return_point.load(given["folder"], given["number"]), present=present)
         point = {
             "packages": present,
-            "held": sorted(name for name in driver.held_packages(system) if driver.in_family(name, given["scope"])),
+            "held": sorted(name for name in driver.held_packages(installed) if driver.in_family(name, given["scope"])),
             "files": driver_return_point.read_files(given["files"]),
             "kernel": driver.running_kernel(system),
         }

@@ -59,12 +59,12 @@ options:
     elements: str
     default: []
   family:
-    description: Patterns of the packages that carry the driver's version.
+    description: Patterns of the packages that carry the driver's version; the vendor's when empty.
     type: list
     elements: str
     default: []
   hold:
-    description: Patterns of the packages that must be held.
+    description: Patterns of the packages that must be held; those of the driver when empty.
     type: list
     elements: str
     default: []

@@ -44,14 +44,23 @@ class Run:
 class Host:
     def __init__(self, folder):
         self.folder = folder
-        self.environment = {**os.environ, "REHEARSAL_NAME": os.environ.get("REHEARSAL_NAME", "cases"),
-                            "REHEARSAL_SSH_PORT": os.environ.get("REHEARSAL_SSH_PORT", "2299"), "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
-                            "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+        self.environment = {
+            **os.environ,
+            "REHEARSAL_NAME": os.environ.get("REHEARSAL_NAME", "cases"),
+            "REHEARSAL_SSH_PORT": os.environ.get("REHEARSAL_SSH_PORT", "2299"),
+            "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+            "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         plays = {
             "driver": [{"hosts": "dsv4", "gather_facts": True, "roles": ["blackwell.dsv4.nvidia_driver"]}],
             "preflight": [{"hosts": "dsv4", "gather_facts": True, "roles": ["blackwell.dsv4.preflight"]}],
-            "rollback": [{"hosts": "dsv4", "gather_facts": True,
-                          "tasks": [{"ansible.builtin.import_role": {"name": "blackwell.dsv4.nvidia_driver", "tasks_from": "rollback.yml"}}]}],
+            "rollback": [
+                {
+                    "hosts": "dsv4",
+                    "gather_facts": True,
+                    "tasks": [{"ansible.builtin.import_role": {"name": "blackwell.dsv4.nvidia_driver", "tasks_from": "rollback.yml"}}],
+                }
+            ],
         }
         for name, play in plays.items():
             (folder / f"{name}.yml").write_text(yaml.safe_dump(play), encoding="utf-8")
@@ -62,16 +71,27 @@ class Host:
     def play(self, name, *arguments, **variables):
         began = time.monotonic()
         extra = ["-e", json.dumps(variables)] if variables else []
-        done = subprocess.run(["ansible-playbook", "-i", "inventory/rehearsal", str(self.folder / f"{name}.yml"), *arguments, *extra],
-                              cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["ansible-playbook", "-i", "inventory/rehearsal", str(self.folder / f"{name}.yml"), *arguments, *extra],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         run = Run(done, time.monotonic() - began)
         (self.folder / f"{name}-{int(began)}.log").write_text(run.text, encoding="utf-8")
         return run
 
     def module(self, name, **options):
-        done = subprocess.run(["ansible", "-i", "inventory/rehearsal", "dsv4_decode", "-m", f"blackwell.dsv4.{name}", "-a", json.dumps(options)],
-                              cwd=ROOT, env={**self.environment, "ANSIBLE_CALLBACK_RESULT_FORMAT": "json", "ANSIBLE_DISPLAY_FAILED_STDERR": "false"},
-                              capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["ansible", "-i", "inventory/rehearsal", "dsv4_decode", "-m", f"blackwell.dsv4.{name}", "-a", json.dumps(options)],
+            cwd=ROOT,
+            env={**self.environment, "ANSIBLE_CALLBACK_RESULT_FORMAT": "json", "ANSIBLE_DISPLAY_FAILED_STDERR": "false"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert "=> {" in done.stdout, done.stdout + done.stderr
         return json.loads("{" + done.stdout.split("=> {", 1)[1])
 
@@ -81,7 +101,9 @@ class Host:
         return done.stdout
 
     def packages(self):
-        return self.shell(r"dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' | grep -E 'nvidia|libcuda|cuda-toolkit' | grep -v '^un' || true")
+        return self.shell(
+            r"dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' | grep -E 'nvidia|libcuda|cuda-toolkit' | grep -v '^un' || true"
+        )
 
     def held(self):
         return self.shell("apt-mark showhold").split()
@@ -132,7 +154,10 @@ def test_check_mode_on_the_bare_host_passes_and_names_what_it_would_do(cases, ho
     run = host.play("driver", "--check", "--diff")
     assert run.code == 0, run.text
     assert f"nvidia-kernel-open-dkms={A}-1" in run.flat and "reboot: expected" in run.flat and run.changed > 5
-    assert host.packages() == "" and host.shell("find /etc /opt /var/lib/dsv4 -newer /etc/hostname -type f 2>/dev/null | sort | xargs -r sha256sum") == before
+    assert (
+        host.packages() == ""
+        and host.shell("find /etc /opt /var/lib/dsv4 -newer /etc/hostname -type f 2>/dev/null | sort | xargs -r sha256sum") == before
+    )
 
 
 @case("DRV-12")
@@ -140,7 +165,10 @@ def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, h
     for arguments in (["--check"], []):
         run = host.play("driver", *arguments, nvidia_driver_packages=["nvidia-open-590"])
         assert run.code != 0
-        assert "package nvidia-open-590 not offered by configured repositories; offered: " in run.flat and "nvidia-open" in run.flat.split("offered: ")[1]
+        assert (
+            "package nvidia-open-590 not offered by configured repositories; offered: " in run.flat
+            and "nvidia-open" in run.flat.split("offered: ")[1]
+        )
     assert host.packages() == "" and host.shell("ls /etc/apt/preferences.d").strip() == ""
 
 
@@ -148,7 +176,11 @@ def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, h
 def test_secure_boot_without_a_key_stops_before_anything_changes(cases, host):
     host.kernel(secure_boot=True)
     run = host.play("driver")
-    assert run.code != 0 and "Secure Boot is on and no enrolled key; enrol at console or disable" in run.flat and "mokutil --import" in run.flat
+    assert (
+        run.code != 0
+        and "Secure Boot is on and no enrolled key; enrol at console or disable" in run.flat
+        and "mokutil --import" in run.flat
+    )
     assert host.packages() == ""
 
 
@@ -195,10 +227,17 @@ def test_facts_of_eight_gpus_take_less_than_a_second(host):
 def test_every_package_of_the_set_is_held_and_a_lost_hold_is_drift(cases, host):
     names = {line.split()[1] for line in host.packages().splitlines()}
     assert len(names) > 10 and names == set(host.held()) and "cuda-toolkit-13-0" in names
-    assert re.search(rf"(?m)^\s+{re.escape(B)}-1 -1$", host.shell("apt-cache policy libnvidia-ml1"))
+    assert f"Candidate: {A}-1" in host.shell("apt-cache policy libnvidia-ml1")
+    assert (
+        float(
+            host.shell(
+                "python3 -c \"import subprocess, time; t = time.time(); subprocess.run(['apt-cache', 'policy'], stdout=-3); print(time.time() - t)\""
+            )
+        )
+        < 10
+    )
     host.shell("apt-mark unhold libnvidia-ml1")
-    assert "not held, an upgrade may move them: libnvidia-ml1" in host.play("preflight").flat or \
-        host.module("driver_state", family=["libnvidia-*"], hold=["libnvidia-*"], **ROOTS)["state"]["not_held"] == ["libnvidia-ml1"]
+    assert "not held, an upgrade may move them: libnvidia-ml1" in host.play("preflight").flat
     assert host.shell("apt-get -s -q dist-upgrade | grep -c ^Inst || true").strip() == "0"  # the pin alone keeps it where it is
     run = host.play("driver")
     assert run.code == 0 and "hold libnvidia-ml1" in run.flat and set(host.held()) == names
@@ -206,7 +245,7 @@ def test_every_package_of_the_set_is_held_and_a_lost_hold_is_drift(cases, host):
 
 @case("ANS-02")
 def test_a_held_lock_is_waited_for_and_its_holder_named(cases, host):
-    holder = ("import fcntl, time; f = open('/var/lib/dpkg/lock-frontend', 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); time.sleep({})")
+    holder = "import fcntl, time; f = open('/var/lib/dpkg/lock-frontend', 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); time.sleep({})"
     install = {"names": ["nvidia-open"], "family": ["nvidia-open"], "version": A, "origin": "NVIDIA"}
     host.shell(f"systemd-run --quiet --collect --unit=lock-holder python3 -c {shlex.quote(holder.format(300))}; sleep 1")
     refused = host.module("driver_packages", lock_timeout=4, **install)
@@ -225,13 +264,20 @@ def test_a_module_that_does_not_build_leaves_names_and_a_host_that_works(cases, 
     host.kernel(dkms_fails=[KERNEL])
     run = host.play("driver", nvidia_driver_version=B)
     assert run.code != 0
-    for words in ("driver packages are not configured", "nvidia-kernel-open-dkms (iF, half_configured)", f"no module for kernel {KERNEL}",
-                  f"module {A} is loaded and goes on working", f"/var/lib/dkms/nvidia/{B}/build/make.log"):
+    for words in (
+        "driver packages are not configured",
+        "nvidia-kernel-open-dkms (iF, half_configured)",
+        f"no module for kernel {KERNEL}",
+        f"module {A} is loaded and goes on working",
+        f"/var/lib/dkms/nvidia/{B}/build/make.log",
+    ):
         assert words in run.flat, words
     again = host.play("driver", nvidia_driver_version=B)
     assert again.code != 0 and "driver packages are not configured" in again.flat
     log = host.shell("cat /var/log/apt/history.log")
-    assert log.count(f"nvidia-kernel-open-dkms:amd64 ({A}-1, {B}-1)") + log.count(f"nvidia-kernel-open-dkms:all ({A}-1, {B}-1)") <= 1  # apt was not asked again
+    assert (
+        log.count(f"nvidia-kernel-open-dkms:amd64 ({A}-1, {B}-1)") + log.count(f"nvidia-kernel-open-dkms:all ({A}-1, {B}-1)") <= 1
+    )  # apt was not asked again
     host.kernel()
 
 
@@ -241,7 +287,11 @@ def test_an_upgrade_without_a_reboot_is_reboot_required_and_nothing_else(cases, 
     assert f"module {B} is installed, {A} is loaded" in run.flat and "Reboot it yourself and run again" in run.flat
     assert run.code != 0 and "reboot_required" in run.flat  # nothing can be served like this
     facts = host.module("gpu_info", nvml_path="/opt/dsv4/tools", **ROOTS)
-    assert facts["driver"]["state"] == "reboot_required" and facts["driver"]["loaded_version"] == A and facts["driver"]["installed_version"] == B
+    assert (
+        facts["driver"]["state"] == "reboot_required"
+        and facts["driver"]["loaded_version"] == A
+        and facts["driver"]["installed_version"] == B
+    )
     assert "mismatch" in host.command("shell", "nvidia-smi").stdout
     assert B in host.packages() and A not in host.packages()
 
@@ -316,7 +366,11 @@ def test_a_gpu_that_the_driver_lost_is_named_and_stops_the_role(host):
     description["gpus"][2]["fault"] = "missing"
     host.shell(f"echo {shlex.quote(json.dumps(description))} > /etc/rehearsal/gpus.json")
     run = host.play("driver", nvidia_driver_manage_cmdline=True, nvidia_driver_settle_timeout=10)
-    assert run.code != 0 and "7 of 8 GPUs can be used" in run.flat and "the GPU at 0000:53:00.0 is on the PCI bus, but the driver does not show it" in run.flat
+    assert (
+        run.code != 0
+        and "7 of 8 GPUs can be used" in run.flat
+        and "the GPU at 0000:53:00.0 is on the PCI bus, but the driver does not show it" in run.flat
+    )
     del description["gpus"][2]["fault"]
     host.shell(f"echo {shlex.quote(json.dumps(description))} > /etc/rehearsal/gpus.json")
 
@@ -325,4 +379,7 @@ def test_the_driver_can_be_removed_whole(host):
     run = host.play("rollback", nvidia_driver_rollback_to="removed", nvidia_driver_rollback_confirm=True)
     assert run.code == 0, run.text
     assert "nvidia-driver-cuda" not in host.packages() and host.held() == []
-    assert host.shell("ls /etc/apt/preferences.d /etc/apt/sources.list.d").split() == ["/etc/apt/preferences.d:", "/etc/apt/sources.list.d:"]
+    assert host.shell("ls /etc/apt/preferences.d /etc/apt/sources.list.d").split() == [
+        "/etc/apt/preferences.d:",
+        "/etc/apt/sources.list.d:",
+    ]

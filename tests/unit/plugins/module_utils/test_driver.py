@@ -36,8 +36,11 @@ def healthy(host, version="580.95.05", held=True):
     """A host whose driver is right."""
     host.eight_gpus().loaded(version).modinfo(version)
     host.write(f"boot/vmlinuz-{KERNEL}", "").write("proc/cmdline", "BOOT_IMAGE=/vmlinuz root=LABEL=ROOT quiet\n")
-    host.answer("dpkg-query", dpkg(f"ii  nvidia-dkms-580-open {version}-0ubuntu1", f"ii  libnvidia-compute-580:amd64 {version}-0ubuntu1"))
-    host.answer("apt-mark showhold", "libnvidia-compute-580\nnvidia-dkms-580-open\n" if held else "")
+    letters = "hi" if held else "ii"
+    host.answer(
+        "dpkg-query",
+        dpkg(f"{letters}  nvidia-dkms-580-open {version}-0ubuntu1", f"{letters}  libnvidia-compute-580:amd64 {version}-0ubuntu1"),
+    )
     host.answer("dkms status", f"nvidia/{version}, {KERNEL}, x86_64: installed\n")
     return host
 
@@ -143,7 +146,7 @@ def test_nouveau_is_one_reboot_and_none_when_it_is_gone(loaded, host):
 
 @pytest.mark.parametrize("held", [pytest.param("nvidia-dkms-580-open", id="DRV-09")])
 def test_a_sibling_that_is_not_held_is_drift(held, host):
-    healthy(host).answer("apt-mark showhold", held + "\n")
+    healthy(host).answer("dpkg-query", dpkg(f"hi  {held} 580.95.05-0ubuntu1", "ii  libnvidia-compute-580:amd64 580.95.05-0ubuntu1"))
     state = driver.state(host, question())
     drift = [item for item in state["findings"] if item["id"] == "driver_not_held"]
     assert state["not_held"] == ["libnvidia-compute-580"] and "libnvidia-compute-580" in drift[0]["what"]
@@ -384,6 +387,26 @@ def test_a_rollback_restores_packages_and_holds_exactly():
     assert not decide(wanted, have("580.95.05", *SET[:2]), SET[:1], both_versions(), ORIGINS).changed
     with pytest.raises(Problem, match="not offered any more"):
         decide(Wanted([], FAMILY, exact={"nvidia-driver-580-open": "575.1-1"}, scope=FAMILY), [], [], both_versions(), ORIGINS)
+
+
+def test_nothing_to_do_is_seen_without_opening_apts_index():
+    wanted = Wanted(SET[:1], FAMILY, "580.95.05", 580, "NVIDIA", hold=FAMILY, scope=FAMILY)
+    assert driver_packages.satisfied(wanted, have("580.95.05", *SET))
+    assert driver_packages.satisfied(wanted._replace(version=""), have("580.95.05", *SET))
+    assert not driver_packages.satisfied(wanted, have("580.95.05", *SET[1:]))  # a name is missing
+    assert not driver_packages.satisfied(wanted, have("580.95.05", *SET[:2]) + have("580.126.09", SET[2]))  # a sibling went ahead
+    assert not driver_packages.satisfied(wanted, have("580.95.05", *SET, "nvidia-dkms-580"))  # the other flavour is there
+    assert driver_packages.satisfied(wanted, have("580.95.05", *SET) + have("12.2.2", "nvidia-helper-580"))  # no driver's version at all
+    assert not driver_packages.satisfied(wanted._replace(exact={SET[0]: "580.126.09-0ubuntu1"}), have("580.95.05", *SET))
+
+
+def test_patterns_take_names_out_again():
+    patterns = ["nvidia-*", "!nvidia-container-toolkit"]
+    assert driver.in_family("nvidia-utils-580", patterns) and not driver.in_family("nvidia-container-toolkit", patterns)
+    assert driver.carries_driver("580.95.05-1") and driver.carries_driver("1:580.126.09-0ubuntu1")
+    assert (
+        not driver.carries_driver("20220217+1") and not driver.carries_driver("12.2.140~12.2.2-2") and not driver.carries_driver("1.17.4-1")
+    )
 
 
 def test_the_policys_parsers_read_origins_by_source():
