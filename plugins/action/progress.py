@@ -15,6 +15,8 @@ from ansible.utils.display import Display
 from ansible_collections.blackwell.dsv4.plugins.module_utils import progress_view as view
 
 display = Display()
+# Seconds without the process and without a result, in which the wrapper may still write one.
+GONE_AFTER = 15.0
 # The class is loaded in the main process; the one that runs the task has no terminal of its own.
 ON_TERMINAL = bool(getattr(sys.stdout, "isatty", lambda: False)())
 
@@ -77,6 +79,7 @@ class ActionModule(ActionBase):
         if self._task.check_mode:
             return dict(result, changed=False, waited=0.0, skipped=True)
         start = self._clock()
+        self._gone_since = None
         pace = view.Pace(1.0 if self._terminal else max(1, interval), self._clock)
         pause, state = 0.3, {}
         try:
@@ -122,6 +125,18 @@ class ActionModule(ActionBase):
         if parts:
             self._say(pace, "; ".join(parts))
 
+    def _gone(self, state):
+        """A task that was killed together with its wrapper leaves no result, ever: notice that its process is gone."""
+        if state.get("alive") is not False:
+            self._gone_since = None
+            return None
+        now = self._clock()
+        if self._gone_since is None:
+            self._gone_since = now
+        if now - self._gone_since < GONE_AFTER:
+            return None
+        return {"failed": True, "msg": "%s: the task's process is gone and left no result; run the play again to go on" % self._label}
+
     def _finished(self, job, args, state, task_vars):
         """The outcome when the wait is over, else None."""
         failed = sorted(name for name, unit in (state.get("units") or {}).items() if unit.get("active") == "failed")
@@ -135,7 +150,7 @@ class ActionModule(ActionBase):
             if not answer.get("finished"):
                 if answer.get("failed"):
                     return {"failed": True, "msg": answer.get("msg", "the status of the job cannot be read")}
-                return None
+                return self._gone(state)
             self._forget_job(job, task_vars)
             for key in ("ansible_job_id", "started", "finished", "results_file", "stdout", "stdout_lines", "stderr", "stderr_lines", "invocation"):
                 answer.pop(key, None)

@@ -55,7 +55,7 @@ HINTS = {
     "index_not_json": "The index is broken. Stage it again.",
     "index_invalid": "The index is broken. Stage it again.",
     "index_unsafe_path": "Do not use this checkpoint: its index points outside of its directory.",
-    "index_does_not_match_files": "The index is of another split of the model, nothing needs to be downloaded twice. Take the index that belongs to these shards.",
+    "index_does_not_match_files": "The index is of another split of the model; nothing is missing. Take the index that belongs to these shards.",
     "missing_shards": "Stage again: only what is missing is fetched. The engine would start without it and answer nonsense.",
     "no_shards": "There is no safetensors file. Stage the model.",
     "shard_not_in_index": "The engine ignores it. Remove it, or take the index that names it.",

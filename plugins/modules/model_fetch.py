@@ -149,7 +149,8 @@ attributes:
   diff_mode:
     support: none
   platform:
-    platforms: posix
+    support: full
+    platforms: linux
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 seealso:

@@ -53,7 +53,8 @@ attributes:
   diff_mode:
     support: none
   platform:
-    platforms: posix
+    support: full
+    platforms: linux
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 notes:
@@ -101,9 +102,14 @@ status:
   description: Last content of the status file.
   returned: when there is one
   type: dict
+alive:
+  description: Whether the process that wrote the status file still runs.
+  returned: when the status file names it
+  type: bool
 """
 
 import http.client
+import os
 import urllib.parse
 
 from ansible.module_utils.basic import AnsibleModule
@@ -163,6 +169,8 @@ def main():
         status = load_json(module.params["status_path"], 1 << 20)
         if isinstance(status, dict):
             answer["status"] = status
+            if type(status.get("pid")) is int:
+                answer["alive"] = os.path.exists("/proc/%d" % status["pid"])
     if module.params["units"]:
         answer["units"] = {name: look_at_unit(module, name) for name in module.params["units"]}
     if module.params["urls"]:

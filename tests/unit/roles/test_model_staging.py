@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -67,7 +68,8 @@ class Play:
         playbook = self.folder / "play.yml"
         (self.folder / "ansible.cfg").write_text("[defaults]\ninject_facts_as_vars = false\n")
         roles = [{"role": "blackwell.dsv4.model_staging"}]
-        playbook.write_text(json.dumps([{"hosts": "localhost", "connection": "local", "gather_facts": False, "vars": dict(self.vars, **variables), "roles": roles}]))
+        plays = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "vars": dict(self.vars, **variables), "roles": roles}]
+        playbook.write_text(json.dumps(plays))
         environment = dict(
             os.environ, HOME=str(self.folder), ANSIBLE_COLLECTIONS_PATH=str(ROOT / ".collections"), ANSIBLE_LOCALHOST_WARNING="false",
             ANSIBLE_INVENTORY_UNPARSED_WARNING="false", ANSIBLE_NOCOLOR="1", ANSIBLE_CONFIG=str(self.folder / "ansible.cfg"),
@@ -181,7 +183,7 @@ def test_a_planted_token_is_nowhere_to_be_found(play, source, tmp_path, how):
         endpoint = "http://127.0.0.1:%d" % mirror.server.server_port
         listing = json.dumps(
             [
-                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40, "lfs": {"oid": __import__("hashlib").sha256(data).hexdigest(), "size": len(data)}}
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40, "lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data)}}
                 for name, data in files.items()
             ]
         ).encode()

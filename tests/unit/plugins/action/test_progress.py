@@ -77,6 +77,15 @@ def test_a_job_that_is_lost_fails(watch):
     assert result["failed"] and result["msg"] == "could not find job"
 
 
+def test_a_job_whose_process_is_gone_is_not_waited_for(watch):
+    dead = dict(fetch(30), alive=False)
+    result = watch({"job": "j1"}, [dict(fetch(10), alive=True), dead], [{"finished": 0}])[0]
+    assert result["failed"] and "left no result" in result["msg"] and 15 <= result["waited"] < 30
+    # A result that the wrapper writes a moment later still counts.
+    jobs = [{"finished": 0}] * 4 + [{"finished": 1, "failed": True, "msg": "killed"}]
+    assert watch({"job": "j1"}, [dead], jobs)[0]["msg"] == "killed"
+
+
 def test_a_terminal_gets_one_line_that_changes(watch):
     jobs = [{"finished": 0}] * 6 + [{"finished": 1, "changed": True}]
     lines = watch({"job": "j1"}, [fetch(p) for p in range(7)], jobs, terminal=True)[1]

@@ -126,7 +126,9 @@ def test_a_record_holds_while_size_time_and_inode_hold(tmp_path):
         assert not manifests.unchanged(broken, path.stat())
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null", b'{"format": 99, "files": {"a": {}}}', b'{"format": 1, "files": [1]}', b'{"format": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b"null", b'{"format": 99, "files": {"a": {}}}', b'{"format": 1, "files": [1]}', b'{"format": 1}']
+)
 def test_a_broken_marker_is_no_record(tmp_path, content):
     (tmp_path / manifests.MARKER).write_bytes(content)
     assert manifests.load_record(str(tmp_path)) == {}
