@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 # Copyright: the blackwell.dsv4 authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Run the real ServerArgs of SGLang 0.5.23, full resolution on a pretended sm_120, over rendered command lines.
 
-    check_engine_args.py --inventory inventory/blackwell8     what the filter renders, for every transfer backend and speculation
-    check_engine_args.py --units DIR                          units below DIR, as playbooks/render.yml writes them
-    check_engine_args.py --json FILE                          [{"name": ..., "argv": [...], "environment": {...}}, ...]
+    python check_engine_args.py --inventory inventory/blackwell8   what the filter renders, for every transfer backend and speculation
+    python check_engine_args.py --units DIR                        units below DIR, as playbooks/render.yml writes them
+    python check_engine_args.py --json FILE                        [{"name": ..., "argv": [...], "environment": {...}}, ...]
 
 Needs the packages of requirements.txt beside this file (check.sh makes them). A command line passes when the parser takes it
 without an abbreviation and without a deprecated flag, the resolution ends, what it resolved is what the command line meant, and the

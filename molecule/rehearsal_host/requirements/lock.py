@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
 # Copyright: the blackwell.dsv4 authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Write the hash-locked requirements of the rehearsal engine, or bring its own wheel up to date.
 
-    lock.py                    resolve anew with pip (needs an index) and write engine.txt
-    lock.py --wheel            only the line of the local wheel, no network
-    lock.py --check            exit 1 when that line does not fit the sources
-    lock.py --wheelhouse DIR   put the local wheel into DIR (for `pip install --find-links DIR`)
+    python lock.py             resolve anew with pip (needs an index) and write engine.txt
+    python lock.py --wheel     only the line of the local wheel, no network
+    python lock.py --check     exit 1 when that line does not fit the sources
+    python lock.py --wheelhouse DIR   put the local wheel into DIR (for `pip install --find-links DIR`)
 
 The wheel of the engine is built here and nowhere else; its build is
 reproducible, so its hash stands in the lock like any other.

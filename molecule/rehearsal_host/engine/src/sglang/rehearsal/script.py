@@ -22,11 +22,11 @@ OPERATIONS = (
     (re.compile(NUMBER + r"\s*(?:-|−|minus)\s*" + NUMBER), "−", lambda a, b: a - b),
 )
 REPEAT = re.compile(r"(?:repeat|echo)(?: back)?(?: the following)?(?: text)?(?: exactly| verbatim| after me)[^:]{0,40}:\s*(.+)", re.IGNORECASE | re.DOTALL)
-ONLY = re.compile(r"(?:answer|reply|respond|say)(?: only| just)?(?: with)?(?: only)?(?: just)?(?: exactly)?(?: the)?(?: single| one)?(?: word| text)\s*:?\s*[\"'“`]?([^\s\"'”`.!?]+)", re.IGNORECASE)
+ONLY = re.compile(r"(?:answer|reply|respond|say)(?: only| just)?(?: with)?(?: only)?(?: just)?(?: exactly)?(?: the)?(?: single| one)?(?: word| text)\s*:?\s*[\"'\u201c`]?([^\s\"'\u201d`.!?]+)", re.IGNORECASE)
 COUNT = re.compile(r"count(?: up)? (?:from (\d+) )?to (\d+)", re.IGNORECASE)
 WORDS = re.compile(r"(?:write|generate|produce)\D{0,40}?(\d+)[ -]words?", re.IGNORECASE)
 WHAT_IS = re.compile(r"what (?:is|was|are) (?:the |my |our )?([^?\n]{2,60}?)\?", re.IGNORECASE)
-NAMES = re.compile(r"[A-ZÀ-ÞĀ-Ž][\w'’-]+(?: [A-ZÀ-ÞĀ-Ž][\w'’-]+)*")
+NAMES = re.compile(r"[A-ZÀ-ÞĀ-Ž][\w'\u2019-]+(?: [A-ZÀ-ÞĀ-Ž][\w'\u2019-]+)*")
 RESULT = re.compile(r"<tool_result>(.*?)</tool_result>", re.DOTALL)
 CALL = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
 PARAMETER = re.compile(r'<｜DSML｜parameter name="([^"]+)" string="(?:true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL)
@@ -235,7 +235,7 @@ def names_in(question: str) -> list[str]:
     names = []
     for found in NAMES.finditer(question):
         name, before = found.group(), question[:found.start()].rstrip()
-        if not before or before[-1] in ".!?:\n\"“(":
+        if not before or before[-1] in ".!?:\n\"\u201c(":
             name = name.partition(" ")[2]
         if name and name.split()[0] not in NO_NAMES:
             names.append(name)
@@ -247,7 +247,7 @@ class Pool:
 
     def __init__(self, question: str, sums: list = ()):
         self.question = question
-        self.quoted = [a or b for a, b in re.findall(r"\"([^\"]+)\"|“([^”]+)”", question)]
+        self.quoted = [a or b for a, b in re.findall(r"\"([^\"]+)\"|\u201c([^\u201d]+)\u201d", question)]
         self.dates = re.findall(r"\b\d{4}-\d{2}-\d{2}\b", question)
         bare = re.sub(r"\b\d{4}-\d{2}-\d{2}\b", " ", question)
         self.numbers = [float(text) if "." in text else int(text) for text in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])", bare)]
@@ -257,7 +257,7 @@ class Pool:
     def named(self, key: str) -> str | None:
         """`unit celsius`, `unit: celsius`, `unit="celsius"`."""
         name = re.sub(r"[_-]", r"[ _-]", re.escape(key).replace(r"\_", "_").replace(r"\-", "-"))
-        found = re.search(r"\b%s\b\s*(?:is|=|:)?\s*[\"“]?([\w.@/-]+)" % name, self.question, re.IGNORECASE)
+        found = re.search(r"\b%s\b\s*(?:is|=|:)?\s*[\"\u201c]?([\w.@/-]+)" % name, self.question, re.IGNORECASE)
         return found.group(1).rstrip(".") if found else None
 
 
