@@ -129,6 +129,7 @@ DEFAULTS = {
     "cache_root": "/var/cache/dsv4",
     "cache_key": "",
     "worker_keys": True,
+    "site_path": "",
     "chat_template": "",
     "model_facts": {},
     "start_timeout": 900,
@@ -781,10 +782,15 @@ def _worker_environment(name, instance, binding, topology, options):
         environment["MC_MIN_RPC_PORT"] = str(first)
         environment["MC_MAX_RPC_PORT"] = str(last)
     kernels = list(instance.get("kernels") or [])
+    paths = []
+    if _truth(options["api_key"]) and _truth(options["worker_keys"]) and options["site_path"]:
+        paths.append(options["site_path"])
     if kernels and options["kernel_path"] and options["kernel_policy"] != "stock":
-        environment["PYTHONPATH"] = options["kernel_path"]
+        paths.append(options["kernel_path"])
         environment["SGLANG_PLUGINS"] = "dsv4_sm120"
         environment["DSV4_SM120_KERNELS"] = ",".join(kernels)
+    if paths:
+        environment["PYTHONPATH"] = ":".join(paths)
     for source in (options["environment"], instance.get("environment") or {}):
         environment.update({str(key): str(value) for key, value in source.items()})
     return environment

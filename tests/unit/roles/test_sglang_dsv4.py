@@ -143,9 +143,26 @@ def test_no_key_is_ever_an_argument_or_an_environment():
         assert "--api-key" not in text
         assert directives["LoadCredential"][0].startswith(("worker.yaml:", "router-api-key:"))
     workers, unused = unit("decode", api_key=True)
-    assert workers["LogFilterPatterns"] == ["~api_key"]
+    assert workers["LogFilterPatterns"] == ["~api[_-]key"]
     assert "--config /run/credentials/sglang-dsv4-decode.service/worker.yaml" in workers["ExecStart"][0]
     assert "--config" not in unit("decode", api_key=True, worker_keys=False)[1]
+
+
+def test_the_engines_log_has_no_key(tmp_path):
+    code = ("import logging, sys; logging.basicConfig(stream=sys.stdout, format='%(message)s', level=20)\n"
+            "log = logging.getLogger('sglang')\n"
+            "arguments = {'port': 1, 'api_key': 's3cret', 'admin_api_key': \"s3c'ret\", 'x': 2}\n"
+            "log.info('server_args=%s', arguments); log.info(f'server_args={arguments}')\n"
+            "log.info({'launch_command': 'python -m x --admin-api-key s3cret --api-key=s3cret --port 1'})\n"
+            "log.info('ServerArgs(api_key=\\'s3cret\\', port=1)'); log.info('plain %d', 5); log.info('%d %d', 1)\n")
+    result = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROLE / "files/site")}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=True)
+    assert "s3c" not in result.stdout and "s3c" not in result.stderr
+    assert result.stdout.splitlines()[0] == (
+        "server_args={'port': 1, 'api_key': '(left out)', 'admin_api_key': '(left out)', 'x': 2}")
+    assert "plain 5" in result.stdout
+    with_key = environment_of(unit("decode", api_key=True, site_path="@RELEASE@/site", kernel_path="@RELEASE@/kernels")[0])
+    assert with_key["PYTHONPATH"] == "@RELEASE@/site:@RELEASE@/kernels"
 
 
 def test_the_router_outlives_its_workers():
