@@ -87,8 +87,9 @@ BASE = ("arithmetic", "thinking", "tools")
 
 #: Asked whole and streamed at the same time. The first attempts of the basic three have the endpoint for themselves, so that a
 #: fault seen there is never one of load.
-SIDE_BY_SIDE = BASE + ("thinking_default", "effort_none", "effort_high", "tools_answer", "tools_again", "tools_nested", "no_tools", "structured", "unicode",
-                "long_prompt")
+SIDE_BY_SIDE = BASE + (
+    "thinking_default", "effort_none", "effort_high", "tools_answer", "tools_again", "tools_nested", "no_tools", "structured", "unicode", "long_prompt",
+)
 
 #: What a router answers to a model name that nobody serves (see the router table in the README).
 UNKNOWN_MODEL = {"sglang-router": (200,), "smg": (503,), "none": (200, 400, 404)}
@@ -754,7 +755,8 @@ class Suite:
                 return sum(values)
         got = self._send("GET", "/metrics", client=client)
         if got.status == 200:
-            values = [float(m.group(1)) for m in re.finditer(r"(?m)^sglang:num_running_reqs(?:\{[^}]*\})?\s+([0-9.eE+-]+)", got.body.decode("utf-8", "replace"))]
+            text = got.body.decode("utf-8", "replace")
+            values = [float(m.group(1)) for m in re.finditer(r"(?m)^sglang:num_running_reqs(?:\{[^}]*\})?\s+([0-9.eE+-]+)", text)]
             if values:
                 return sum(values)
         return None
@@ -852,7 +854,8 @@ class Suite:
         if check["status"] == V.PASS and self.o.readiness_path:
             got = self._send("GET", self.o.readiness_path)
             if got.status != 200:
-                return self._from_problem(identity, V.Problem(V.STATUS, "unhealthy_after", "%s: %s" % (self.o.readiness_path, got.status or got.error_text)), got)
+                seen = "%s: %s" % (self.o.readiness_path, got.status or got.error_text)
+                return self._from_problem(identity, V.Problem(V.STATUS, "unhealthy_after", seen), got)
         return check
 
 

@@ -485,14 +485,16 @@ class Topology:
             return
         new = self.counters(name)
         if "error" in new or not new:
-            self._unreadable(identity, name, "counters_unreadable", "/metrics: %s" % new.get("error", "no counter of SGLang in it"), "--enable-metrics on %s" % unit)
+            self._unreadable(identity, name, "counters_unreadable", "/metrics: %s" % new.get("error", "no counter of SGLang in it"),
+                             "--enable-metrics on %s" % unit)
             return
         moved = dict((key, new[key] - old.get(key, 0.0)) for key in new)
         seen = ", ".join("%s +%d" % (key, moved[key]) for key in COUNTERS if key in moved) + " for %d answers" % requests
         if any(value < 0 for value in moved.values()):
             self._fail(identity, "counters_went_back", seen, "it restarted in between: journalctl -u %s" % unit)
         elif moved.get("num_requests_total", requests) < requests or not any(moved.values()):
-            self._fail(identity, "counters_not_moved", seen, "the answers came from elsewhere: who listens on %s? systemctl status %s" % (self.plan["endpoint"]["url"], unit))
+            self._fail(identity, "counters_not_moved", seen,
+                       "the answers came from elsewhere: who listens on %s? systemctl status %s" % (self.plan["endpoint"]["url"], unit))
         else:
             self._pass(identity, seen)
 
@@ -520,8 +522,8 @@ class Topology:
             flags = ", ".join("--" + text.split(":")[0].split(" ")[0].replace("_", "-") for text in wrong)
             self._fail(identity, "server_differs", "; ".join(wrong), "%s on %s; look at systemctl cat %s" % (flags, unit, unit))
             return
-        seen = ["%s %s" % (key, _show(info[key])) for key in ("context_length", "tp_size", "disaggregation_mode", "attention_backend",
-                                                             "moe_runner_backend", "speculative_algorithm", "version") if key in info]
+        shown = ("context_length", "tp_size", "disaggregation_mode", "attention_backend", "moe_runner_backend", "speculative_algorithm", "version")
+        seen = ["%s %s" % (key, _show(info[key])) for key in shown if key in info]
         self._pass(identity, "%d settings as planned; %s" % (len(expect) - len(absent), ", ".join(seen)),
                    notes=["not reported by the engine: %s" % ", ".join(absent)] if absent else [])
 
@@ -534,7 +536,8 @@ class Topology:
             first = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
             tokens = (first.get("memory_usage") or {}).get("token_capacity")
         if not isinstance(tokens, int):
-            self._unreadable(identity, name, "kv_unreadable", reason or "no max_total_num_tokens in /server_info", "journalctl -u %s (max_total_num_tokens)" % self.unit(name))
+            self._unreadable(identity, name, "kv_unreadable", reason or "no max_total_num_tokens in /server_info",
+                             "journalctl -u %s (max_total_num_tokens)" % self.unit(name))
         elif tokens < self.min_kv:
             self._fail(identity, "kv_too_small", "%d tokens, at least %d are wanted" % (tokens, self.min_kv),
                        "--mem-fraction-static on %s; other users of its GPUs" % self.unit(name))
@@ -617,7 +620,8 @@ class Topology:
             return
         seen = "%s MiB" % ", ".join("%d" % value for value in used)
         if max(used) - min(used) > 0.1 * max(used):
-            self._fail(identity, "gpu_memory_uneven", seen, "a rank sits on the wrong GPU, or another process holds memory: nvidia-smi; journalctl -u %s" % self.unit(name))
+            self._fail(identity, "gpu_memory_uneven", seen,
+                       "a rank sits on the wrong GPU, or another process holds memory: nvidia-smi; journalctl -u %s" % self.unit(name))
         else:
             self._pass(identity, seen)
 
@@ -727,8 +731,8 @@ class Topology:
             return
         xids = facts.get("xids") or []
         if xids:
-            self._fail("xid", "xid_seen", "; ".join("Xid %s on %s, %s times%s" % (x["xid"], x["bus_id"], x.get("count", 1), ": %s" % x["text"] if x.get("text") else "")
-                                                   for x in xids), "journalctl -k -b -g Xid; %s" % (xids[0].get("remedy") or "NVIDIA's list of Xids"))
+            seen = ["Xid %s on %s, %s times%s" % (x["xid"], x["bus_id"], x.get("count", 1), ": %s" % x["text"] if x.get("text") else "") for x in xids]
+            self._fail("xid", "xid_seen", "; ".join(seen), "journalctl -k -b -g Xid; %s" % (xids[0].get("remedy") or "NVIDIA's list of Xids"))
         else:
             self._pass("xid", "none in the kernel log since boot")
 
@@ -746,6 +750,7 @@ class Topology:
             self._add("stable", V.SKIPPED, "not_running", "%s is not active" % ", ".join(n for n in self.active if n not in up))
             return
         left = self.settle - min(up.values())
+        waited = left > 0
         while left > 0:
             pause = min(left, 5.0)
             self.host.sleep(pause)
@@ -756,11 +761,11 @@ class Topology:
         moved = self._moved(before, now) or self._moved(self.units, now)
         if moved:
             name = moved[0].split(":")[0]
-            self._fail("stable", "restarted_during_verification", "; ".join(moved), "journalctl -u %s (Scheduler hit an exception, illegal memory access)" % self.unit(name))
+            self._fail("stable", "restarted_during_verification", "; ".join(moved),
+                       "journalctl -u %s (Scheduler hit an exception, illegal memory access)" % self.unit(name))
         else:
-            least = min(up.values())
-            self._pass("stable", "up for %s, %s" % (", ".join("%s %s" % (n, _duration(max(up[n], self.settle if least < self.settle else 0))) for n in self.active),
-                                                    "nothing restarted" if before else "no snapshot from before the probes"))
+            ages = ["%s %s" % (n, _duration(max(up[n], self.settle if waited else 0))) for n in self.active]
+            self._pass("stable", "up for %s, %s" % (", ".join(ages), "nothing restarted" if before else "no snapshot from before the probes"))
 
     def _moved(self, old, new):
         found = []

@@ -171,6 +171,7 @@ attributes:
   diff_mode:
     support: none
   platform:
+    support: full
     platforms: linux
 seealso:
   - module: blackwell.dsv4.topology_check

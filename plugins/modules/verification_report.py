@@ -56,6 +56,7 @@ attributes:
   diff_mode:
     support: none
   platform:
+    support: full
     platforms: linux
 seealso:
   - module: blackwell.dsv4.chat_probe

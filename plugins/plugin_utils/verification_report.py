@@ -156,10 +156,10 @@ def junit(checks, result):
                 out.append(head + "/>")
                 continue
             out.append(head + ">")
-            if check["status"] == "fail":
-                out.append("      <failure type=%s message=%s>%s</failure>" % (quoteattr(_xml(check["reason"])), quoteattr(_xml(check.get("evidence") or check["reason"])), escape(body)))
-            elif check["status"] == "inconclusive":
-                out.append("      <error type=%s message=%s>%s</error>" % (quoteattr(_xml(check["reason"])), quoteattr(_xml(check.get("evidence") or check["reason"])), escape(body)))
+            if check["status"] in ("fail", "inconclusive"):
+                tag = "failure" if check["status"] == "fail" else "error"
+                out.append("      <%s type=%s message=%s>%s</%s>" % (
+                    tag, quoteattr(_xml(check["reason"])), quoteattr(_xml(check.get("evidence") or check["reason"])), escape(body), tag))
             elif check["status"] == "skipped":
                 out.append("      <skipped message=%s/>" % quoteattr(_xml("%s: %s" % (check["reason"], check.get("evidence") or ""))))
             else:
@@ -235,13 +235,13 @@ def _bars(checks, key, caption, colour):
     data.sort(key=lambda item: -item[1])
     data = data[:24]
     top = max(value for dummy, value, dummy2 in data)
-    left, bar, height = 210, 560, 20
+    left, longest, height = 210, 560, 20
     total = len(data) * height + 8
     out = ["<figure><figcaption>%s</figcaption><svg viewBox='0 0 %d %d' width='%d' height='%d' role='img' aria-label='%s'>" % (
-        _h(caption), left + bar + 90, total, left + bar + 90, total, _h(caption))]
+        _h(caption), left + longest + 90, total, left + longest + 90, total, _h(caption))]
     for position, (name, value, status) in enumerate(data):
         y = position * height + 4
-        length = max(3.0, bar * value / top)
+        length = max(3.0, longest * value / top)
         fill = "var(--%s)" % colour if status in ("pass", "skipped") else "var(--%s)" % status
         out.append("<text x='%d' y='%d' font-size='12' text-anchor='end'>%s</text>" % (left - 8, y + 13, _h(name)))
         out.append("<rect x='%d' y='%d' width='%.1f' height='%d' rx='2' fill='%s'/>" % (left, y + 2, length, height - 6, fill))
@@ -331,8 +331,9 @@ def page(checks, result, plan=None):
     """One self-contained HTML page."""
     counts = result["counts"]
     total = max(1, len(checks))
-    strip = "".join("<i style='width:%.3f%%;background:var(--%s)'></i>" % (100.0 * counts[s] / total, s) for s in ("pass", "skipped", "flaky", "inconclusive", "fail") if counts[s])
-    pills = "".join("<span style='color:var(--%s)'>%d %s</span>" % (s, counts[s], _LABEL[s]) for s in ("pass", "fail", "flaky", "inconclusive", "skipped") if counts[s])
+    strip = "".join("<i style='width:%.3f%%;background:var(--%s)'></i>" % (100.0 * counts[s] / total, s) for s in ORDER if counts[s])
+    pills = "".join("<span style='color:var(--%s)'>%d %s</span>" % (s, counts[s], _LABEL[s])
+                    for s in ("pass", "fail", "flaky", "inconclusive", "skipped") if counts[s])
     bad = [c for c in checks if c["status"] in ("fail", "inconclusive", "flaky")]
     bad.sort(key=lambda c: -ORDER.index(c["status"]))
     head = "<thead><tr><th>status</th><th>check</th><th>what was seen</th><th>tries</th><th>time</th><th>first token</th></tr></thead>"

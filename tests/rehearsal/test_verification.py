@@ -26,7 +26,8 @@ CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / "
 NAME = os.environ.get("REHEARSAL_NAME", "rehearsal")
 TRIO = "sglang-dsv4-prefill sglang-dsv4-decode sglang-dsv4-router"
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.environ.get("REHEARSAL_VERIFY") != "1", reason="needs a rehearsal host that serves: REHEARSAL_VERIFY=1")]
+ASKED = os.environ.get("REHEARSAL_VERIFY") == "1"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ASKED, reason="needs a rehearsal host that serves: REHEARSAL_VERIFY=1")]
 
 # Files with mode, owner, size and time, units, sockets of the host's own processes, packages. Left out: the journal, what a login
 # writes, and the log in which the stand-in commands note that they were called.
@@ -35,7 +36,8 @@ export LC_ALL=C
 find / -xdev \( -path /proc -o -path /sys -o -path /var/log/journal -o -path /root/.ansible -o -path /tmp \) -prune -o -type f \
   ! -path /var/log/rehearsal-calls.log ! -path '/run/systemd/*' -printf '%p %m %U:%G %s %T@\n' | sort
 find /run /dev/shm -xdev -type f ! -path '/run/systemd/*' ! -path '/run/motd*' ! -path '/run/log/*' -printf '%p %m %U:%G %s %T@\n' | sort
-find / -xdev \( -path /proc -o -path /sys -o -path /root/.ansible -o -path '/tmp' -o -path /run \) -prune -o \( -type d -o -type l \) -printf '%p %m %U:%G %l\n' | sort
+find / -xdev \( -path /proc -o -path /sys -o -path /root/.ansible -o -path /tmp -o -path /run \) -prune \
+  -o \( -type d -o -type l \) -printf '%p %m %U:%G %l\n' | sort
 find /etc /opt/dsv4/releases /var/lib/dsv4 -xdev -type f ! -path '*/venvs/*' -exec sha256sum {} + | sort
 systemctl show 'sglang*' -p Id,ActiveState,SubState,MainPID,NRestarts,UnitFileState,InvocationID,ActiveEnterTimestampMonotonic
 systemctl list-unit-files --no-pager --no-legend | sort
@@ -68,10 +70,12 @@ def checks(report):
 
 
 def wait_healthy(*units):
-    ports = json.loads(host("for u in %s; do systemctl show -p ExecStart --value $u | grep -o -- '--port [0-9]*' | head -1 | cut -d' ' -f2; done | paste -sd, | sed 's/.*/[&]/'" % " ".join(units)))
+    ask_port = "systemctl show -p ExecStart --value $u | grep -o -- '--port [0-9]*' | head -1 | cut -d' ' -f2"
+    ports = host("for u in %s; do %s; done" % (" ".join(units), ask_port)).split()
+    ask_health = "curl -s -o /dev/null -m 5 -w '%{http_code} ' http://127.0.0.1:$p/health || true"
     end = time.monotonic() + 90
     while time.monotonic() < end:
-        if host("for p in %s; do curl -s -o /dev/null -m 5 -w '%%{http_code} ' http://127.0.0.1:$p/health || true; done" % " ".join(map(str, ports))).split() == ["200"] * len(ports):
+        if host("for p in %s; do %s; done" % (" ".join(ports), ask_health)).split() == ["200"] * len(ports):
             return
         time.sleep(1)
     raise AssertionError("%s did not get healthy" % (units,))
@@ -92,7 +96,8 @@ def without_flags(unit, *flags):
         assert flag in line
         line = re.sub(re.escape(flag) + r"\s+\S+", "", line)
     folder = "/run/systemd/system/%s.service.d" % unit
-    host("mkdir -p %s; cat > %s/test.conf <<'END'\n[Service]\nExecStart=\nExecStart=%s\nEND\nsystemctl daemon-reload; systemctl restart %s" % (folder, folder, line, unit))
+    host("mkdir -p %s; cat > %s/test.conf <<'END'\n[Service]\nExecStart=\nExecStart=%s\nEND\n" % (folder, folder, line)
+         + "systemctl daemon-reload; systemctl restart %s" % unit)
     wait_healthy(unit)
     try:
         yield

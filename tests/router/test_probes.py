@@ -50,7 +50,8 @@ def test_topology_without_systemd(setup, name, seen):
     engines = {"prefill": prefill, "decode": decode}
     plan = {
         "instances": {mode: {"unit": mode, "mode": mode, "url": "http://127.0.0.1:%d" % engine.port, "tp_size": 4, "gpus": [], "numa_node": -1,
-                             "kernels": [], "listeners": [], "expect": {"context_length": CONTEXT, "reasoning_parser": "deepseek-v4", "disaggregation_mode": mode}}
+                             "kernels": [], "listeners": [],
+                             "expect": {"context_length": CONTEXT, "reasoning_parser": "deepseek-v4", "disaggregation_mode": mode}}
                       for mode, engine in engines.items()},
         "modes": {"pd": {"active": ["prefill", "decode", "router"], "inactive": []}},
         "endpoint": {"url": "http://127.0.0.1:%d" % router.port},
@@ -137,7 +138,7 @@ def test_variations_pass(single, fault):
     pytest.param(["--tool-call-parser", "deepseekv4"], {"thinking": "no_reasoning"}, "--reasoning-parser deepseek-v4", id="no reasoning parser"),
     pytest.param(["--reasoning-parser", "deepseek-v4"], {"tools": "tool_markup_in_content"}, "--tool-call-parser deepseekv4", id="no tool-call parser"),
     pytest.param([], {"thinking": "think_tag_in_content", "tools": "tool_markup_in_content"}, "--reasoning-parser deepseek-v4", id="no parser at all"),
-    pytest.param(["--tool-call-parser", "deepseekv32"], {"tools": "tool_markup_in_content"}, "--tool-call-parser deepseekv4", id="the template of another generation"),
+    pytest.param(["--tool-call-parser", "deepseekv32"], {"tools": "tool_markup_in_content"}, "--tool-call-parser deepseekv4", id="another generation"),
 ])
 def test_parsers_that_are_not_wired(model, tmp_path, flags, expected, flag):
     engine = support.EngineProcess(tmp_path, model, "null", *flags, parsers=False)

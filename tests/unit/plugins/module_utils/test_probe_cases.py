@@ -21,9 +21,9 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from endpoint import Endpoint, Reply, call, good_answer, sse  # noqa: E402
+from endpoint import Endpoint, Reply, sse  # noqa: E402
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import probes, topology, verdict  # noqa: E402
+from ansible_collections.blackwell.dsv4.plugins.module_utils import probes, topology  # noqa: E402
 
 BAR = "\uff5c"
 PARIS = '{"city":"Paris"}'
@@ -111,7 +111,8 @@ ANSWERS = {
          ["V4", "tool-call parser does not match the template"]),
         (body('<{0}DSML{0}function_calls><{0}DSML{0}invoke name="get_weather"></{0}DSML{0}invoke></{0}DSML{0}function_calls>'.format(BAR)),
          "tools", False, "fail tool_markup_in_content", ["V3.2"]),
-        (body('<{0}tool\u2581calls\u2581begin{0}><{0}tool\u2581call\u2581begin{0}>get_weather'.format(BAR)), "tools", False, "fail tool_markup_in_content", ["V3.1"]),
+        (body('<{0}tool\u2581calls\u2581begin{0}><{0}tool\u2581call\u2581begin{0}>get_weather'.format(BAR)),
+         "tools", False, "fail tool_markup_in_content", ["V3.1"]),
     ],
     "API-08": [
         (body('get_weather({"city": "Paris"})\nget_weather({"city": "Tokyo"})'), "tools", False, "fail tool_call_as_text", ["not the parser"]),
@@ -308,7 +309,7 @@ def case_krn_08():
         assert all(c["status"] == "pass" for c in probes.Suite(options).run()), "three probes one after the other see nothing"
         options.probes = ["concurrent", "cancel", "healthy"]
         checks = probes.Suite(options).run()
-        endpoint.close = lambda: endpoint.server.shutdown()
+        endpoint.close = endpoint.server.shutdown
     assert [c["reason"] for c in checks[2:]] == ["endpoint_down"] * 2
     assert "illegal memory access" in checks[1]["hint"]
     return "%s %s" % (checks[1]["status"], checks[1]["reason"])

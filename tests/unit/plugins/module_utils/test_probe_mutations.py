@@ -104,6 +104,14 @@ def with_delta(chunks, key, number, value):
     chunks[text_of(chunks, key)[number]]["choices"][0]["delta"][key] = value
 
 
+def firsts(chunks):
+    return [c["choices"][0] for c in chunks if c["choices"]]
+
+
+def call_parts(chunks):
+    return [part for choice in firsts(chunks) for part in choice["delta"].get("tool_calls") or []]
+
+
 def cut_done(chunks):
     return sse(chunks, done=False)
 
@@ -145,7 +153,7 @@ MUTATIONS = {
     "rename a parameter": ("tools", lambda b: put(b, FIRST + ("function", "arguments"), '{"town": "Paris"}'), {"arguments_schema"}),
     "rename the tool": ("tools", lambda b: put(b, FIRST + ("function", "name"), "weather"), {"unknown_tool_name"}),
     "rename finish_reason's value": ("plain", lambda b: put(b, CHOICE + ("finish_reason",), "eos"), {"finish_reason_unknown"}),
-    "rename delta": ("plain stream", lambda c: [x["choices"][0].update(message=x["choices"][0].pop("delta")) for x in c if x["choices"]][:0], {"delta_missing"}),
+    "rename delta": ("plain stream", lambda c: [x.update(message=x.pop("delta")) for x in firsts(c)] and None, {"delta_missing"}),
     # retype
     "choices an object": ("plain", lambda b: put(b, ("choices",), {"0": b["choices"][0]}), {"no_choices"}),
     "choice a string": ("plain", lambda b: put(b, CHOICE, "391"), {"choice_type"}),
@@ -162,8 +170,7 @@ MUTATIONS = {
     "tokens a string": ("plain", lambda b: put(b, ("usage", "completion_tokens"), "9"), {"usage_type"}),
     "call's function a string": ("tools", lambda b: put(b, FIRST + ("function",), "get_weather"), {"tool_call_type"}),
     "delta's content an object": ("plain stream", lambda c: with_delta(c, "content", -1, {"text": "391"}), {"content_type"}),
-    "delta's index a string": ("tools stream", lambda c: [x["choices"][0]["delta"]["tool_calls"][0].update(index="0") for x in c
-                                                           if x["choices"] and x["choices"][0]["delta"].get("tool_calls")][:0], {"tool_index_missing"}),
+    "delta's index a string": ("tools stream", lambda c: [x.update(index="0") for x in call_parts(c)] and None, {"tool_index_missing"}),
     # truncate
     "body cut": ("plain", lambda b: json.dumps(b).encode()[:-20], {"body_not_json"}),
     "number cut": ("plain", lambda b: put(b, MESSAGE + ("content",), "17 * 23 = 39"), {"wrong_answer"}),
@@ -175,9 +182,7 @@ MUTATIONS = {
     "text reordered": ("plain stream", lambda c: c.__setitem__(slice(None), c[:-4] + [c[-3], c[-4]] + c[-2:]), {"wrong_answer", "delta_after_finish"}),
     "finish before the text": ("plain stream", lambda c: c.insert(1, c.pop(-2)), {"delta_after_finish"}),
     "text after [DONE]": ("plain stream", lambda c: sse(c) + b'data: {"choices": []}\n\n', {"data_after_done"}),
-    "cities swapped with their index": ("tools stream", lambda c: [x["choices"][0]["delta"]["tool_calls"][0].update(index=0) for x in c
-                                                                   if x["choices"] and x["choices"][0]["delta"].get("tool_calls")][:0],
-                                        {"parallel_calls_same_index"}),
+    "one index for all calls": ("tools stream", lambda c: [x.update(index=0) for x in call_parts(c)] and None, {"parallel_calls_same_index"}),
     # leak
     "opening tag": ("thinking", lambda b: put(b, MESSAGE + ("content",), "<think>391"), {"think_tag_in_content"}),
     "closing tag in the thought": ("thinking", lambda b: put(b, MESSAGE + ("reasoning_content",), REASONING + "</think>"), {"think_tag_in_reasoning"}),
@@ -190,14 +195,14 @@ MUTATIONS = {
     "thought without being asked": ("plain", lambda b: put(b, MESSAGE + ("reasoning_content",), REASONING), {"reasoning_when_disabled"}),
     # merge
     "two bodies": ("plain", lambda b: json.dumps(b).encode() * 2, {"body_not_json"}),
-    "two calls in one": ("tools", lambda b: (message(b)["tool_calls"].pop(), put(b, FIRST + ("function", "arguments"), '{"city": "Paris"}{"city": "Tokyo"}'))[:0],
-                         {"tool_calls_merged"}),
+    "two calls in one": ("tools", lambda b: put(b, MESSAGE + ("tool_calls",), [dict(CALLS[0], function={
+        "name": "get_weather", "arguments": '{"city": "Paris"}{"city": "Tokyo"}'})]), {"tool_calls_merged"}),
     "two streams": ("plain stream", merge_two, {"chunk_id_changes"}),
     "two ids equal": ("tools", lambda b: put(b, MESSAGE + ("tool_calls", 1, "id"), CALLS[0]["id"]), {"duplicate_tool_call_id"}),
     "another's number": ("plain", lambda b: put(b, MESSAGE + ("content",), "391 or 408"), {"wrong_answer"}),
     # and what else a server may say
     "error object in a 200": ("plain", lambda b: json.dumps({"error": {"message": "boom"}}).encode(), {"error_object"}),
-    "error in the stream": ("plain stream", lambda c: sse(c[:3]) [:-14] + b'data: {"error": {"message": "boom"}}\n\n', {"error_object"}),
+    "error in the stream": ("plain stream", lambda c: sse(c[:3])[:-14] + b'data: {"error": {"message": "boom"}}\n\n', {"error_object"}),
     "no JSON event": ("plain stream", lambda c: c.insert(2, b"{'id': 1}"), {"event_not_json"}),
     "NaN": ("plain", lambda b: json.dumps(b).replace('"created": 1', '"created": NaN').encode(), {"body_not_json"}),
     "abort": ("tools", lambda b: put(b, CHOICE + ("finish_reason",), "abort"), {"aborted"}),

@@ -18,7 +18,8 @@ from topology_host import PLAN, FakeHost  # noqa: E402
 from ansible_collections.blackwell.dsv4.plugins.module_utils import topology  # noqa: E402
 
 
-def run(spoil=None, mode="pd", requests=20, settle=0, served=20, plan=PLAN):
+def run(spoil=None, mode="pd", requests=20, settle=0, served=20, plan=None):
+    plan = plan or PLAN
     host = FakeHost(plan, mode)
     watch = topology.Topology(plan, mode, host, settle_seconds=settle)
     before = watch.snapshot()
@@ -84,7 +85,8 @@ SPOILED = {
     "counters began anew": (lambda h: h.counters["decode"].update(num_requests_total=1.0), "counters.decode", "counters_went_back", "-9"),
     "no metrics": (lambda h: h.counters.pop("decode"), "counters.decode", "counters_unreadable", "refused"),
     "context too short": (lambda h: h.infos["decode"].update(context_length=8192), "server.decode", "server_differs", "want 524288, is 8192"),
-    "parser not wired": (lambda h: h.infos["decode"].update(reasoning_parser=None), "server.decode", "server_differs", "reasoning_parser: want deepseek-v4, is none"),
+    "parser not wired": (lambda h: h.infos["decode"].update(reasoning_parser=None), "server.decode", "server_differs",
+                         "reasoning_parser: want deepseek-v4, is none"),
     "speculation on": (lambda h: h.infos["decode"].update(speculative_algorithm="EAGLE"), "server.decode", "server_differs", "speculative_algorithm"),
     "experts misrouted": (lambda h: h.infos["decode"].update(moe_runner_backend="cutlass"), "server.decode", "server_differs", "fp8 kernel"),
     "no server info": (lambda h: h.infos.pop("prefill"), "server.prefill", "server_info_unreadable", "refused"),

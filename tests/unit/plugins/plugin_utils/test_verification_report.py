@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 import pytest
 
@@ -63,7 +63,8 @@ def test_the_gravest_status_decides(statuses, strict, status, ok):
 
 
 def test_the_message_names_probe_sight_and_flag():
-    found = [Check("thinking.whole", "fail", "think_tag_in_content", "content: sum 391</think>391", "--reasoning-parser deepseek-v4 on sglang-dsv4-decode", group="probes")]
+    found = [Check("thinking.whole", "fail", "think_tag_in_content", "content: sum 391</think>391",
+                   "--reasoning-parser deepseek-v4 on sglang-dsv4-decode", group="probes")]
     text = outcome(found)["message"]
     for word in ("thinking.whole", "think_tag_in_content", "sum 391</think>391", "--reasoning-parser deepseek-v4"):
         assert word in text
