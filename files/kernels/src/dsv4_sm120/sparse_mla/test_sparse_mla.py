@@ -222,17 +222,20 @@ def test_plan_against_brute_force():
         assert len(slots) <= 2 * (budget - rows)
 
 
-@pytest.mark.parametrize("chip", [mla.Gpu(132, 2), mla.Gpu(188, 1), mla.Gpu(188, 1, 1), mla.Gpu(7, 2, 4)])
+H200 = mla.Gpu(((8, 15), (4, 31), (2, 66), (1, 132)))
+
+
+@pytest.mark.parametrize("chip", [H200, mla.Gpu(((8, 20), (4, 44), (2, 94), (1, 188))), mla.Gpu(((1, 188),)), mla.Gpu(((2, 3), (1, 7)))])
 def test_launch_shape(chip):
-    slots = chip.sms * chip.blocks_per_sm
     for rows, heads, width in itertools.product([1, 2, 8, 16, 33, 64, 65, 512, 8192], [8, 16, 32, 64], [0, 512, 4096, 8192]):
         shape = mla.launch_shape(rows, heads, (128, width), chip)
-        assert shape.cluster in mla.CLUSTERS and shape.cluster <= chip.max_cluster
-        assert shape.units >= rows and shape.records <= 2 * slots
-        assert shape.cluster == 1 or rows * shape.head_blocks * shape.cluster <= slots
+        assert shape.cluster in dict(chip.clusters)
+        assert shape.units >= rows and shape.records <= 2 * chip.at_once(1)
+        assert shape.cluster == 1 or rows * shape.head_blocks <= chip.at_once(shape.cluster)
         if width <= 512:
             assert not shape.planned
-    assert [mla.launch_shape(n, 16, (128, 512), mla.Gpu(132, 2)).cluster for n in (16, 33, 64, 66, 67)] == [8, 8, 4, 4, 2]
+    assert [mla.launch_shape(n, 16, (128, 512), H200).cluster for n in (15, 16, 31, 64, 66, 67)] == [8, 4, 4, 2, 2, 1]
+    assert [mla.launch_shape(n, 16, (128, 4096), H200).cluster for n in (1, 7, 8, 16, 64)] == [8, 8, 4, 2, 2]
 
 
 # --- CPU: the kernel's arithmetic ------------------------------------------------------------------------------------------
