@@ -94,7 +94,7 @@ def main():
             failures.append(what)
 
     bad_mirror = load("bad_mirror", "tests/support/bad_mirror.py")
-    on_host("rm -rf %s" % MODEL)
+    on_host("rm -rf %s /root/.ansible/tmp/*" % MODEL)
     with tempfile.TemporaryDirectory() as name, bad_mirror.Mirror(files, token=TOKEN, delay=0.6) as mirror:
         folder = pathlib.Path(name)
 
