@@ -56,7 +56,8 @@ def main() -> int:
     empty = torch.zeros(1, device="cuda")
     base = timing.medians({"e": timing.capture(lambda: empty.add_(1))}, flush, options.repeats)["e"]
     parts = [
-        f"{device.name}, {device.multi_processor_count} SMs, torch {torch.__version__}, empty kernel {base:.1f} µs",
+        f"{device.name}, {device.multi_processor_count} SMs, PyTorch {torch.__version__}; empty kernel in this harness: "
+        f"{base:.1f} µs. Medians of {options.repeats} replays in microseconds.",
     ]
     topks = {"v1": contestants.topk_v1(), "v2": contestants.topk_v2(), "flashinfer": contestants.topk_flashinfer()}
     deepgemm = contestants.indexer_deepgemm()

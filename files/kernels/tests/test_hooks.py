@@ -150,8 +150,11 @@ def test_logits_that_go_elsewhere_are_an_error_and_leave_no_trace(calls):
     assert Backend(calls).run() == "done"
 
 
-def test_verify_rows_share_their_request(calls):
+def test_verify_rows_share_their_request_when_asked(calls, monkeypatch):
     operation.enable({"indexer_topk"})
+    Backend(calls).run(verify(4))
+    assert calls[-1][1][-1] == 1
+    monkeypatch.setenv("DSV4_SM120_SHARE_KEYS", "1")
     for count, expected in ((4, 4), (2, 2), (3, 1), (64, 1), (0, 1)):
         Backend(calls).run(verify(count))
         assert calls[-1][1][-1] == expected

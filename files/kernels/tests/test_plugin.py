@@ -210,6 +210,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
     def exec_module(self, module): pass
 
+import sglang  # before the stand-in: transformers asks whether torchvision is there
 sys.meta_path.insert(0, Absent())
 from dsv4_sm120 import _lib, plugin
 _lib.load = lambda name: None

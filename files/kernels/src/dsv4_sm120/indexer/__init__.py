@@ -15,12 +15,12 @@ HEADS = 64
 DIM = 128
 PAGE = 64
 PAGE_BYTES = PAGE * (DIM + 4)
-MAX_REQUESTS = 2048
+MAX_REQUESTS = 1024
 MAX_NEXT = 8
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_longlong
 _INT = ctypes.c_int
-_ARGUMENTS = [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG]
+_ARGUMENTS = [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT, _POINTER, _LONG]
 _ARGUMENTS += [_POINTER, _LONG, _INT, _INT, _INT, _INT, _POINTER]
 
 
@@ -56,6 +56,8 @@ def refusal(
     ):
         if reason := _torch.refusal(name, tensor, dtype, dims, device):
             return reason
+    if _torch.row_stride(weights) % 2 or weights.data_ptr() % 8:
+        return "weights are not aligned to 8 bytes"
     rows = q.shape[0]
     if tuple(q.shape[1:]) != (1, HEADS, DIM) or not q[0].is_contiguous() or q.data_ptr() % 16:
         return f"q has shape {tuple(q.shape)}, strides {q.stride()}"
@@ -97,6 +99,7 @@ def launch(
         seq_lens.data_ptr(),
         page_table.data_ptr(),
         _torch.row_stride(page_table),
+        page_table.shape[1],
         logits.data_ptr(),
         _torch.row_stride(logits),
         maxima.data_ptr() if maxima is not None else None,

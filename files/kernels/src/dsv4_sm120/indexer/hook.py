@@ -9,6 +9,7 @@ had become of that buffer, the arguments would still be there at the end, and th
 
 from __future__ import annotations
 
+import os
 import threading
 
 from .. import _lib, indexer, operation, topk
@@ -32,8 +33,10 @@ _scope = _Scope()
 
 
 def rows_per_request(forward_batch, rows: int | None = None) -> int:
-    """Returns how many consecutive rows share a request: the draft tokens of a verify step, else 1. It only steers
-    which rows walk their keys side by side; the result does not depend on it."""
+    """Returns how many consecutive rows share a request and should share its keys: the draft tokens of a verify step if
+    DSV4_SM120_SHARE_KEYS is 1, else 1. The result does not depend on it; on an H200 sharing was slower (NOTES.md)."""
+    if os.environ.get("DSV4_SM120_SHARE_KEYS") != "1":
+        return 1
     mode = getattr(forward_batch, "forward_mode", None)
     if mode is None or not mode.is_target_verify():
         return 1

@@ -31,6 +31,10 @@ constexpr int kMaxK = 2048;
 // Zero when the library is loaded; the block that uses the last count puts zero back.
 __device__ unsigned int arrived[kCounterSets * kMaxScheduledRows];
 
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 struct TopkParams {
   const float* scores;
   const int* lengths;
@@ -58,11 +62,12 @@ struct Row {
   const float* maxima;
   const int* table;
   long long out;
-  int length;
+  int row, length;
 
   __device__ __forceinline__ Row(const TopkParams& p, Smem& smem, int row, int length)
       : p(p), smem(smem), scores(p.scores + row * p.score_stride), maxima(p.maxima + row * p.maxima_stride),
-        table(p.page_table + row * p.table_stride), out(static_cast<long long>(row) * p.k), length(length) {}
+        table(p.page_table + row * p.table_stride), out(static_cast<long long>(row) * p.k), row(row),
+        length(length) {}
 
   // Fetches the row's part of the page table; pages_arrived() and a barrier before it is used.
   __device__ __forceinline__ void fetch_pages() const {
@@ -96,6 +101,7 @@ struct Row {
   }
 
   __device__ __forceinline__ bool select() const;
+  __device__ __forceinline__ void finish(int count, bool binned) const;
   __device__ __forceinline__ void select_slowly() const;
 };
 
@@ -118,17 +124,34 @@ __device__ __forceinline__ int held_index(int vectors, int j) {
   return ((threadIdx.x >> 5) * vectors + j) * 128 + (threadIdx.x & 31) * 4;
 }
 
+// Called, not inlined, from both ends of select(); by value, as a reference to a Row would put it in memory.
+__device__ __noinline__ void finish_row(const TopkParams& p, Smem& smem, int row, int length, int count, bool binned);
+
 // Returns false, with nothing written, when the row must go the slow way.
 __device__ __forceinline__ bool Row::select() const {
   SelectSmem& s = smem.select;
-  clear_bins(s);
-  const bool is_long = length > kMaxHeld;
-  if (p.k > kSelectThreads && length > kListed) return false;
   fetch_pages();
+  int count = length;
+  if (length <= kListed) {
+    // the list is the row
+    const int first = threadIdx.x * 4, valid = min(max(length - first, 0), 4);
+    const float4 x = load_four(scores + first, valid);
+    *reinterpret_cast<float4*>(&s.values[first]) = x;
+    *reinterpret_cast<int4*>(&s.indices[first]) = make_int4(first, first + 1, first + 2, first + 3);
+    if (valid > 0) atomicAdd(&s.bins[bin_of(x.x)], 1u);
+    if (valid > 1) atomicAdd(&s.bins[bin_of(x.y)], 1u);
+    if (valid > 2) atomicAdd(&s.bins[bin_of(x.z)], 1u);
+    if (valid > 3) atomicAdd(&s.bins[bin_of(x.w)], 1u);
+    finish_row(p, smem, row, length, count, true);
+    return true;
+  }
+  if (p.k > kSelectThreads) return false;
+  const bool is_long = length > kMaxHeld;
   Source source = is_long ? kMaxima : kScores;
-  int count = is_long ? (length + kGranule - 1) / kGranule : length;
+  if (is_long) count = (length + kGranule - 1) / kGranule;
+  if (count < p.k) return false;
   float bound = -INFINITY;
-  bool bounded = count <= kListed && !is_long;  // few enough to list them all
+  bool bounded = false;
 #pragma unroll 1
   while (true) {
     const int vectors = (count + (1 << kStepBits) - 1) >> kStepBits;
@@ -149,17 +172,27 @@ __device__ __forceinline__ bool Row::select() const {
       x[j] = load_four(from + index[j], here);
       valid |= ((1u << here) - 1u) << (4 * j);
     }
-    // each thread holds at most 4 * vectors values, so at least count / (4 * vectors) threads hold one
-    if (!bounded && count >= p.k * 4 * vectors) {
-      float most = -INFINITY;
+    if (!bounded) {
+      // Each thread holds at most 4 * vectors values, so at least count / (4 * vectors) threads hold one. Their maxima
+      // give a bound if they are k; if they are 2 k, a good one. Otherwise all values are counted.
+      if (count >= 2 * p.k * 4 * vectors) {
+        float most = -INFINITY;
 #pragma unroll
-      for (int j = 0; j < kHeld / 4; ++j) most = fmaxf(most, most_of(x[j]));
-      __syncthreads();  // the bins are clear
-      if (valid) atomicAdd(&s.bins[bin_of(most)], 1u);
+        for (int j = 0; j < kHeld / 4; ++j) most = fmaxf(most, most_of(x[j]));
+        if (valid) atomicAdd(&s.bins[bin_of(most)], 1u);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kHeld / 4; ++j) {
+          if (valid >> (4 * j) & 1u) atomicAdd(&s.bins[bin_of(x[j].x)], 1u);
+          if (valid >> (4 * j) & 2u) atomicAdd(&s.bins[bin_of(x[j].y)], 1u);
+          if (valid >> (4 * j) & 4u) atomicAdd(&s.bins[bin_of(x[j].z)], 1u);
+          if (valid >> (4 * j) & 8u) atomicAdd(&s.bins[bin_of(x[j].w)], 1u);
+        }
+      }
       find_bin(s, p.k);
       bound = bin_floor(s.bin);
+      bounded = true;
     }
-    bounded = true;
     uint32_t reached = 0;
 #pragma unroll
     for (int j = 0; j < kHeld / 4; ++j) {
@@ -201,7 +234,14 @@ __device__ __forceinline__ bool Row::select() const {
     source = kGranules;
     count *= kGranule;
   }
-  find_threshold(s, count, p.k);
+  finish_row(p, smem, row, length, count, false);
+  return true;
+}
+
+// Selects from the list of `count` candidates and writes. binned: they are in the bins already.
+__device__ __forceinline__ void Row::finish(int count, bool binned) const {
+  SelectSmem& s = smem.select;
+  find_threshold(s, count, p.k, binned);
   pages_arrived();
   const uint32_t threshold = s.threshold, equal = s.equal;
   uint32_t written = 0, equals = 0;
@@ -219,18 +259,17 @@ __device__ __forceinline__ bool Row::select() const {
     written += total & 0xffffu;
     equals += total >> 16;
   }
-  return true;
+}
+
+__device__ __noinline__ void finish_row(const TopkParams& p, Smem& smem, int row, int length, int count, bool binned) {
+  const Row work(p, smem, row, length);
+  work.finish(count, binned);
 }
 
 // Exact for any row and k: byte-wise passes over the row in device memory (mostly L2), then one to write. For rows
 // whose values tie beyond the list, and for k past the block's threads.
 __device__ __forceinline__ void Row::select_slowly() const {
   SelectSmem& s = smem.select;
-  pages_arrived();
-  __syncthreads();
-  clear_bins(s);
-  fetch_pages();
-  __syncthreads();
   uint32_t prefix = 0, mask = 0, wanted = p.k;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
@@ -277,7 +316,7 @@ __device__ __forceinline__ void Row::select_slowly() const {
   }
 }
 
-// Out of the way of the code that usually runs, and by value: a reference to a Row would put it in memory.
+// Out of the way of the code that usually runs.
 __device__ __noinline__ void select_row_slowly(const TopkParams& p, Smem& smem, int row, int length) {
   const Row work(p, smem, row, length);
   work.select_slowly();
@@ -311,6 +350,21 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
   extern __shared__ __align__(16) uint8_t raw_smem[];
   Smem& smem = *reinterpret_cast<Smem*>(raw_smem);
   const int lane = threadIdx.x & 31;
+  const int first_length = lane < p.rows ? __ldg(p.lengths + lane) : 0;  // of row `lane`, asked for before all else
+  // the bins are clear whenever nobody counts: find_bin leaves them so
+  clear_bins(smem.select);
+  if (!p.maxima_ready) {
+    // what the block will probably need is on its way before the lengths say so
+    const int steps = (p.width + (1 << kStepBits) - 1) >> kStepBits;
+    const bool whole = p.scheduled && p.rows * steps <= static_cast<int>(gridDim.x);
+    const int row = whole ? blockIdx.x / steps : blockIdx.x, first = whole ? (blockIdx.x % steps) << kStepBits : 0;
+    const int ahead = first + threadIdx.x * 32;
+    if (row < p.rows) {
+      if (threadIdx.x < (1 << kStepBits) / 32 && ahead < p.width) prefetch(p.scores + row * p.score_stride + ahead);
+      if (threadIdx.x == 1023) prefetch(p.page_table + row * p.table_stride + (first >> p.page_bits));
+    }
+  }
+  __syncthreads();
   if (p.maxima_ready) asm volatile("griddepcontrol.wait;" ::: "memory");
 
   // The schedule, found by each warp for itself. Chunks are 4,096 << shift values, enough for all blocks to have some.
@@ -319,7 +373,7 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
     int steps = 0;
 #pragma unroll 1
     for (int row = lane; row < p.rows; row += 32) {
-      const int length = __ldg(p.lengths + row);
+      const int length = row < 32 ? first_length : __ldg(p.lengths + row);
       if (length > kMaxHeld) steps += (length + (1 << kStepBits) - 1) >> kStepBits;
     }
     steps = __reduce_add_sync(0xffffffffu, steps);
@@ -337,7 +391,7 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
 #pragma unroll 1
       for (int first = 0; first < p.rows; first += 32) {
         const int own_row = first + lane;
-        const int own_length = own_row < p.rows ? __ldg(p.lengths + own_row) : 0;
+        const int own_length = first == 0 ? first_length : own_row < p.rows ? __ldg(p.lengths + own_row) : 0;
         int units = own_row < p.rows;
         if (own_length > kMaxHeld) units = (own_length + (1 << chunk_bits) - 1) >> chunk_bits;
         const int upto = passed + warp_inclusive_sum(units);
@@ -366,10 +420,10 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
       if (chunks > 1) {
         if (threadIdx.x == 0) {
           unsigned int* counter = &arrived[p.counter_set * kMaxScheduledRows + row];
-          __threadfence();
-          smem.is_last = atomicAdd(counter, 1u) == chunks - 1u;
+          unsigned int before;
+          asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+          smem.is_last = before == chunks - 1u;
           if (smem.is_last) *counter = 0;
-          __threadfence();
         }
         __syncthreads();
         mine = smem.is_last;

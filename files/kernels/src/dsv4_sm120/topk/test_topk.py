@@ -111,7 +111,7 @@ def test_h19_long_lengths_at_every_edge(length):
 
 @gpu
 @pytest.mark.parametrize("k", [1, 16, 512, 1000, 1024, 1025, 2048])
-@pytest.mark.parametrize("length", [300, 3000, 16384, 60_000, 131_072])
+@pytest.mark.parametrize("length", [300, 3000, 6000, 16384, 20_000, 60_000, 131_072])
 def test_every_k(k, length):
     check(make(2, 131072, [length, length // 2], k=k, device="cuda"))
 

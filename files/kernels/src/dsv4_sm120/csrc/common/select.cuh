@@ -105,10 +105,13 @@ __device__ __noinline__ void find_bin(SelectSmem& smem, uint32_t k) {
 }
 
 // The k-th largest of the `count` listed values (count > k) into smem.threshold, as a key, and into smem.equal how
-// many of its equals are among the k. bins[] must be clear; they are again afterwards. Ends with a barrier passed.
-__device__ __forceinline__ void find_threshold(SelectSmem& smem, int count, uint32_t k) {
+// many of its equals are among the k. bins[] must be clear, or with `binned` hold just the listed values; they are
+// clear afterwards. Ends with a barrier passed.
+__device__ __forceinline__ void find_threshold(SelectSmem& smem, int count, uint32_t k, bool binned) {
+  if (!binned) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += kSelectThreads) atomicAdd(&smem.bins[bin_of(smem.values[i])], 1u);
+    for (int i = threadIdx.x; i < count; i += kSelectThreads) atomicAdd(&smem.bins[bin_of(smem.values[i])], 1u);
+  }
   find_bin(smem, k);
   const uint32_t bin = smem.bin, in_bin = smem.count;
   uint32_t wanted = k - smem.above;
