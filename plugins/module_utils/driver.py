@@ -431,7 +431,8 @@ def verdict(
 # -- the state that the role acts on ------------------------------------------------------------------------------
 
 PROPRIETARY = re.compile(
-    r"^(?:nvidia-(?:dkms|kernel-source|driver|headless|headless-no-dkms)-\d+(?:-server)?|nvidia-kernel-dkms|linux-modules-nvidia-\d+(?:-server)?-(?!open)\S+)$"
+    r"^(?:nvidia-dkms|nvidia-kernel-dkms|nvidia-(?:dkms|kernel-source|driver|headless|headless-no-dkms)-\d+(?:-server)?"
+    r"|linux-modules-nvidia-\d+(?:-server)?-(?!open)\S+)$"
 )
 
 

@@ -160,6 +160,14 @@ def test_check_mode_on_the_bare_host_passes_and_names_what_it_would_do(cases, ho
     )
 
 
+def test_ubuntus_names_resolve_from_its_own_folder(host):
+    variables = yaml.safe_load((ROOT / "roles/nvidia_driver/vars/main.yml").read_text(encoding="utf-8"))
+    names = [name.replace("{{ __nvidia_driver_suffix }}", "-580") for name in variables["__nvidia_driver_distributions"]["Ubuntu"]["packages"]]
+    run = host.play("driver", "--check", nvidia_driver_packages=names, nvidia_driver_repo_url="file:///srv/rehearsal/apt/ubuntu2404/x86_64")
+    assert run.code == 0, run.text
+    assert all(f"{name}={A}-0ubuntu1" in run.flat for name in names) and host.packages() == ""
+
+
 @case("DRV-12")
 def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, host):
     for arguments in (["--check"], []):

@@ -400,6 +400,15 @@ def test_nothing_to_do_is_seen_without_opening_apts_index():
     assert not driver_packages.satisfied(wanted._replace(exact={SET[0]: "580.126.09-0ubuntu1"}), have("580.95.05", *SET))
 
 
+@pytest.mark.parametrize(
+    "name, closed",
+    [("nvidia-dkms-580", True), ("nvidia-dkms-580-open", False), ("nvidia-dkms", True), ("nvidia-dkms-open", False), ("nvidia-kernel-dkms", True),
+     ("nvidia-kernel-open-dkms", False), ("nvidia-dkms-580-server", True), ("nvidia-dkms-580-server-open", False), ("nvidia-kernel-common-580", False),
+     ("linux-modules-nvidia-580-6.8.0-90-generic", True), ("linux-modules-nvidia-580-open-6.8.0-90-generic", False)])  # fmt: skip
+def test_names_of_the_two_flavours(name, closed):
+    assert bool(driver.PROPRIETARY.match(name)) is closed
+
+
 def test_patterns_take_names_out_again():
     patterns = ["nvidia-*", "!nvidia-container-toolkit"]
     assert driver.in_family("nvidia-utils-580", patterns) and not driver.in_family("nvidia-container-toolkit", patterns)
