@@ -172,6 +172,8 @@ class Suite:
         self.local = threading.local()
         self.whole_done = {}
         self.first = {}
+        # SGLang's idle scheduler renews its gauges every 30 s.
+        self.slot_wait = 40.0
         self.dead = None
         self.timeouts = 0
         self.answers = {}
@@ -774,7 +776,7 @@ class Suite:
                 return self._settle(identity, True, [(exchange, verdict)])
             return Check(identity, V.INCONCLUSIVE, "ended_too_soon", "the answer was over before it could be cut", attempts=1)
         left = {}
-        end = time.monotonic() + 40
+        end = time.monotonic() + self.slot_wait
         for worker in workers:
             name = worker["name"]
             while before[name] is not None:
@@ -790,7 +792,7 @@ class Suite:
         again, verdict = self._attempt(self._payload(messages, False, chat_template_kwargs=self._kwargs(False)), False,
                                        lambda e, s: V.judge_arithmetic(e, s, product, False, bool(self.o.api_key)))
         if left:
-            detail = "40 s after the cut: %s" % ", ".join("%s runs %d" % item for item in left.items())
+            detail = "%.0f s after the cut: %s" % (self.slot_wait, ", ".join("%s runs %d" % item for item in left.items()))
             return self._from_problem(identity, V.Problem(V.VALUE, "slot_not_freed", detail), exchange)
         if verdict.status != V.PASS:
             verdict.detail = "after the cut: " + verdict.detail

@@ -62,7 +62,7 @@ def test_topology_without_systemd(setup, name, seen):
         def units(self, names):
             return None
 
-        def journal(self, unit, invocation=None, lines=4000):
+        def start_log(self, unit, properties):
             return []
 
         def pids(self, unit, properties):
@@ -151,3 +151,29 @@ def test_parsers_that_are_not_wired(model, tmp_path, flags, expected, flag):
             assert checks[probe + way]["reason"] == reason, checks[probe + way]
     assert any(flag in checks[probe + ".whole"]["hint"] for probe in expected), checks
     assert checks["arithmetic.whole"]["status"] == "pass"
+
+
+def test_keys(model, name, tmp_path, seen):
+    """The same key on router and workers: 401 without it, everything right with it, and it is in no result."""
+    key = "dsv4-Zq81-planted-key"
+    engines = [support.EngineProcess(tmp_path, model, mode, "--api-key", key, wait=False) for mode in ("prefill", "decode")]
+    processes = list(engines)
+    try:
+        for engine in engines:
+            engine.wait_ready()
+        router = support.RouterProcess(tmp_path, name, *engines, "--api-key", key)
+        processes.append(router)
+        router.wait_ready()
+        workers = [{"name": e.mode, "url": "http://127.0.0.1:%d" % e.port} for e in engines]
+        dummy, checks = suite(router.port, name.replace("_", "-"), api_key=key, probes=["models", "auth", "arithmetic", "cancel", "healthy"],
+                              repeat=1, workers=workers, readiness_path="/readiness")
+        assert failed(checks) == {} and checks["auth"]["status"] == "pass", checks
+        assert key not in repr(checks)
+        dummy, without = suite(router.port, name.replace("_", "-"), probes=["arithmetic"], repeat=1)
+        assert set(failed(without).values()) == {"key_missing"}
+        dummy, other = suite(router.port, name.replace("_", "-"), api_key="dsv4-another-key-1", probes=["arithmetic"], repeat=1)
+        assert set(failed(other).values()) == {"unauthorized"}
+        seen(checks["auth"]["evidence"])
+    finally:
+        for process in reversed(processes):
+            process.stop()

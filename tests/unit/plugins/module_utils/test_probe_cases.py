@@ -457,5 +457,20 @@ def table():
     return "\n".join(lines)
 
 
+HEAD = """# Reported failures, and what the probes say
+
+Each case is a test by its id in `tests/unit/plugins/module_utils/test_probe_cases.py`; a try is one answer or one scene. Written by
+`PYTHONPATH=.collections python tests/unit/plugins/module_utils/test_probe_cases.py > roles/verification/CASES.md`.
+"""
+PAGE = pathlib.Path(__file__).resolve().parents[4] / "roles" / "verification" / "CASES.md"
+
+
+@pytest.mark.slow
+def test_the_page_of_cases_is_as_they_are():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == HEAD + "\n" + table() + "\n"
+    assert "| NO |" not in page
+
+
 if __name__ == "__main__":
-    print(table())
+    print(HEAD + "\n" + table())

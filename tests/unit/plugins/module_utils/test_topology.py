@@ -92,8 +92,11 @@ SPOILED = {
     "no server info": (lambda h: h.infos.pop("prefill"), "server.prefill", "server_info_unreadable", "refused"),
     "small KV cache": (lambda h: h.infos["decode"].update(max_total_num_tokens=400000), "kv.decode", "kv_too_small", "400000"),
     "kernels not applied": (lambda h: h.logs.update(decode=["ready"]), "kernels.decode", "kernels_unproved", "says nothing"),
-    "kernels left out": (lambda h: h.logs.update(decode=["dsv4_sm120 0.1.0: applied topk"]), "kernels.decode", "kernels_differ", "applied topk"),
-    "kernels where none are planned": (lambda h: h.logs.update(prefill=["dsv4_sm120 0.1.0: applied topk"]), "kernels.prefill", "kernels_unplanned", "topk"),
+    "kernels left out": (lambda h: h.logs.update(decode=["dsv4_sm120 0.1.0 build 3f2a (sm_120a) pid 7 applied: topk; left out: indexer, sparse_mla; chosen by x"]),
+                         "kernels.decode", "kernels_differ", "applied topk"),
+    "one scheduler without kernels": (lambda h: h.logs["decode"].append("dsv4_sm120 0.1.0 build 3f2a (sm_120a) pid 9 applied: nothing; left out: topk"),
+                                      "kernels.decode", "kernels_differ", "applied none"),
+    "kernels where none are planned": (lambda h: h.logs.update(prefill=["dsv4_sm120 0.1.0 applied: topk; left out: nothing"]), "kernels.prefill", "kernels_unplanned", "topk"),
     "on another GPU": (lambda h: h.held[4].append(h.members["prefill"][1]), "gpus.prefill", "gpus_unplanned", "GPU 4"),
     "not on its GPU": (lambda h: h.held.update({2: []}), "gpus.prefill", "gpus_not_held", "GPU 2"),
     "a stranger on its GPU": (lambda h: h.held[1].append(4242), "gpus.prefill", "foreign_process", "4242"),
@@ -159,6 +162,11 @@ def test_single_mode_wants_the_trio_off():
 def test_a_small_kv_cache_is_noted_and_not_failed():
     check = run(lambda h: h.infos["decode"].update(max_total_num_tokens=1500000))["kv.decode"]
     assert check["status"] == "pass" and "2000000" in check["notes"][0]
+
+
+def test_a_journal_that_no_longer_reaches_back_proves_nothing():
+    check = run(lambda h: h.logs.update(decode=[]))["kernels.decode"]
+    assert (check["status"], check["reason"]) == ("skipped", "journal_rotated")
 
 
 def test_idle_gpus_must_be_clean():

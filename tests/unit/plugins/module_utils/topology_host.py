@@ -85,7 +85,9 @@ class FakeHost(topology.Host):
                 self.health[name] = 200
                 self.counters[name] = {"num_requests_total": 10.0, "prompt_tokens_total": 100.0, "generation_tokens_total": 50.0}
                 kernels = instance.get("kernels") or []
-                self.logs[name] = ["dsv4_sm120 0.1.0: applied %s" % ", ".join(kernels)] if kernels else ["ready"]
+                self.logs[name] = [
+                    "[2026-01-01 00:00:00 TP%d] dsv4_sm120 0.1.0 build 3f2a (sm_120a) pid %d applied: %s; left out: nothing; chosen by DSV4_SM120_KERNELS"
+                    % (rank, rank, ", ".join(kernels)) for rank in range(4)] if kernels else ["ready"]
                 self.workers.append({"url": instance["url"], "worker_type": instance["mode"], "is_healthy": True})
             for rule in instance["listeners"]:
                 if rule["what"] in topology.REQUIRED_LISTENERS + ("nccl rendezvous",):
@@ -137,7 +139,7 @@ class FakeHost(topology.Host):
         by_unit = dict((i["unit"], n) for n, i in self.plan["instances"].items())
         return dict((unit, dict(self.state[by_unit[unit]])) for unit in names)
 
-    def journal(self, unit, invocation=None, lines=4000):
+    def start_log(self, unit, properties):
         return next(self.logs.get(n, []) for n, i in self.plan["instances"].items() if i["unit"] == unit)
 
     def pids(self, unit, properties):
