@@ -125,6 +125,7 @@ DEFAULTS = {
     "deepgemm_hc_prenorm": False,
     "kernel_path": "",
     "kernel_policy": "ours",
+    "kernels_applied": None,
     "cuda_home": "",
     "cache_root": "/var/cache/dsv4",
     "cache_key": "",
@@ -747,6 +748,14 @@ def cache_environment(root):
     }
 
 
+def serving_kernels(instance, options):
+    """The kernels of ours that an instance runs: listed in the topology, built, and not ruled out by measurement."""
+    if not options["kernel_path"] or options["kernel_policy"] == "stock":
+        return []
+    applied = options["kernels_applied"]
+    return [kernel for kernel in instance.get("kernels") or [] if applied is None or kernel in applied]
+
+
 def _worker_environment(name, instance, binding, topology, options):
     root = "%s/%s%s" % (options["cache_root"], name, "/" + options["cache_key"] if options["cache_key"] else "")
     environment = {
@@ -781,11 +790,11 @@ def _worker_environment(name, instance, binding, topology, options):
         first, last = MOONCAKE_PORTS[instance["mode"]]
         environment["MC_MIN_RPC_PORT"] = str(first)
         environment["MC_MAX_RPC_PORT"] = str(last)
-    kernels = list(instance.get("kernels") or [])
+    kernels = serving_kernels(instance, options)
     paths = []
     if _truth(options["api_key"]) and _truth(options["worker_keys"]) and options["site_path"]:
         paths.append(options["site_path"])
-    if kernels and options["kernel_path"] and options["kernel_policy"] != "stock":
+    if kernels:
         paths.append(options["kernel_path"])
         environment["SGLANG_PLUGINS"] = "dsv4_sm120"
         environment["DSV4_SM120_KERNELS"] = ",".join(kernels)
@@ -886,7 +895,6 @@ def _url(instance):
 def _worker(name, instance, topology, options, engine, model_path):
     binding = _gpu_binding(instance, topology, options)
     url = _url(instance)
-    kernels = list(instance.get("kernels") or [])
     return {
         "name": name,
         "unit": UNIT_OF_MODE[instance["mode"]],
@@ -904,7 +912,7 @@ def _worker(name, instance, topology, options, engine, model_path):
         "tp_size": len(instance["gpus"]),
         "mem_fraction_static": _number(instance["mem_fraction_static"]),
         "context_length": _integer(topology["context_length"]),
-        "kernels": kernels if options["kernel_path"] and options["kernel_policy"] != "stock" else [],
+        "kernels": serving_kernels(instance, options),
         "listeners": _listeners(name, instance, topology),
         "expect": {
             "served_model_name": topology["served_model_name"],

@@ -143,6 +143,10 @@ def test_kernels_only_where_they_are_built_and_listed():
     assert with_path["decode"]["environment"]["PYTHONPATH"] == "/k"
     assert with_path["decode"]["environment"]["SGLANG_PLUGINS"] == "dsv4_sm120"
     assert "SGLANG_PLUGINS" not in with_path["prefill"]["environment"]
+    measured = plan(kernel_path="/k", kernel_policy="measured", kernels_applied=["indexer"])["instances"]["decode"]
+    assert measured["environment"]["DSV4_SM120_KERNELS"] == "indexer" and measured["kernels"] == ["indexer"]
+    nothing = plan(kernel_path="/k", kernel_policy="measured", kernels_applied=[])["instances"]["decode"]
+    assert "PYTHONPATH" not in nothing["environment"] and nothing["kernels"] == []
     for stock in (plan(), plan(kernel_path="/k", kernel_policy="stock"), plan({"instances.decode.kernels": []},
                                                                               kernel_path="/k")):
         assert not {"PYTHONPATH", "SGLANG_PLUGINS", "DSV4_SM120_KERNELS"} & set(
