@@ -670,6 +670,7 @@ def _listeners(name, instance, topology):
         return {
             "instance": name, "mode": mode, "port": port, "port_end": last if last is not None else port,
             "address": address, "what": what, "wildcard_ok": wildcard_ok,
+            "range": "%s-%s" % (port, last) if last is not None else str(port),
             "variable": _where(name, key) if isinstance(key, str) else "dsv4_topology.transfer_backend",
         }
 

@@ -70,6 +70,7 @@ def unit(name, result=None, **options):
         loader=jinja2.FileSystemLoader(ROLE / "templates"), trim_blocks=True, keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined)
     environment.filters["blackwell.dsv4.systemd_word"] = systemd_word
+    environment.filters["bool"] = bool
     environment.filters["regex_replace"] = lambda text, pattern, new: re.sub(pattern, new, text, count=1)
     defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
     variables = yaml.safe_load((ROLE / "vars/main.yml").read_text(encoding="utf-8"))
@@ -307,7 +308,7 @@ def case_svc_02():
     for name in GPU_UNITS:
         directives, unused = unit(name)
         assert directives["KillMode"] == ["control-group"] and int(directives["TimeoutStopSec"][0]) > 90
-        assert directives["ExecStartPre"][0].startswith("+/usr/bin/python3 -B @RELEASE@/libexec/prestart.py")
+        assert directives["ExecStartPre"][1].startswith("+/usr/bin/python3 -B @RELEASE@/libexec/prestart.py")
     prestart = program("prestart")
     wanted = [gpu["uuid"] for gpu in gpus()[4:]]
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -370,7 +371,7 @@ def case_svc_06():
     time[0] = 0.0
     assert prestart.main(argv, never, sleep, lambda: time[0]) == 1
     assert 60 <= time[0] <= 62
-    assert "--node /dev/nvidia-uvm" in unit("decode")[0]["ExecStartPre"][0]
+    assert "--node /dev/nvidia-uvm" in unit("decode")[0]["ExecStartPre"][1]
 
 
 def case_svc_08():
@@ -400,6 +401,64 @@ CASES = {name[5:].upper().replace("_", "-"): function for name, function in sort
 @pytest.mark.parametrize("case", [pytest.param(function, id=name) for name, function in CASES.items()])
 def test_case(case):
     case()
+
+
+# --- the packet filter, in a network of its own ----------------------------------------------------------
+
+
+def packet_filter(result):
+    """The text of the nftables table for a plan."""
+    closed = sorted({item["range"] for item in result["listeners"] if item["port"] != result["endpoint"]["port"]})
+    template = (ROLE / "templates/transfer.nft.j2").read_text(encoding="utf-8")
+    return jinja2.Environment(trim_blocks=True).from_string(template).render(__sglang_dsv4_closed_ranges=closed)
+
+
+def test_the_packet_filter_names_every_port_but_the_public_one():
+    text = packet_filter(plan())
+    ports = re.search(r"dport \{ (.*?) \}", text).group(1).split(", ")
+    assert set(ports) == {"15000-15999", "16000-16999", "29000", "29510", "29520", "29530", "30000", "30002", "8998"}
+    for name in GPU_UNITS:
+        before = unit(name)[0]["ExecStartPre"]
+        assert before[0] == "+/usr/sbin/nft -f @RELEASE@/nft/transfer.nft" and "prestart.py" in before[1]
+
+
+IN_A_NETWORK = r"""
+set -e
+nft -f "$1"; nft -f "$1"
+ip link set lo up
+ip link add outside type veth peer name inside
+ip addr add 192.0.2.1/24 dev inside; ip link set inside up
+unshare -n sleep 30 & other=$!
+for n in 1 2 3 4 5 6 7 8 9 10; do [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ] && break; sleep 0.1; done
+ip link set outside netns $other
+nsenter -t $other -n ip addr add 192.0.2.2/24 dev outside
+nsenter -t $other -n ip link set outside up
+"$2" -c 'import socket, sys, time
+for port in (15500, 16500, 30001, 40000):
+    s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(("0.0.0.0", port)); s.listen(); globals()["s%d" % port] = s
+time.sleep(20)' & server=$!
+sleep 1
+look='import socket, sys
+for port in (15500, 16500, 30001, 40000):
+    try:
+        socket.create_connection((sys.argv[1], port), 1).close(); print(port, "open")
+    except OSError: print(port, "closed")'
+echo loopback; "$2" -c "$look" 127.0.0.1
+echo outside; nsenter -t $other -n "$2" -c "$look" 192.0.2.1
+kill $server $other
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, ("nft", "ip", "unshare", "nsenter"))),
+                    reason="needs root, nft and iproute2")
+def test_the_packet_filter_by_its_effect(tmp_path):
+    table = tmp_path / "transfer.nft"
+    table.write_text(packet_filter(plan()))
+    result = subprocess.run(["unshare", "-n", "sh", "-c", IN_A_NETWORK, "sh", str(table), sys.executable],
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=60)
+    lines = result.stdout.split("loopback\n")[-1].splitlines()
+    assert lines[:4] == ["15500 open", "16500 open", "30001 open", "40000 open"], result.stdout
+    assert lines[4:9] == ["outside", "15500 closed", "16500 closed", "30001 open", "40000 open"], result.stdout
 
 
 # --- the units' helper programs --------------------------------------------------------------------------
