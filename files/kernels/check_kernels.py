@@ -84,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     except build_wheel.BuildError as error:
         print(f"check_kernels: {error}", file=sys.stderr)
         return 1
-    print(f"{'kernel':<44} {'regs':>4} {'spill B':>7} {'stack B':>7} {'smem B':>7} {'dyn B':>7} {'threads':>7} {'CTAs/SM':>7}")
+    print(
+        f"{'kernel':<44} {'regs':>4} {'spill B':>7} {'stack B':>7} {'smem B':>7} {'dyn B':>7} {'threads':>7} {'CTAs/SM':>7}"
+    )
     for folder, (_library, report) in sorted(built.items()):
         unused = {entry for entry, _threads, _smem in declared[folder]}
         for entry, used in sorted(parse(report, options.arch).items()):

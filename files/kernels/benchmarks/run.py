@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times every kernel against its peers on the GPU at hand and writes a Markdown page.
 
-    DSV4_SM120_LIB=DIR DSV4_SM120_PEERS=DIR python3 benchmarks/run.py --out BENCHMARKS.md [--repeats 40]
+DSV4_SM120_LIB=DIR DSV4_SM120_PEERS=DIR python3 benchmarks/run.py --out BENCHMARKS.md [--repeats 40]
 """
 
 from __future__ import annotations

@@ -91,9 +91,35 @@ cache, q = upload(pool), upload(bytes(rng.choices(e4m3, k=rows * 8192)))
 weights = upload(floats(rows * 64))
 logits = malloc(rows * WIDTH * 4)
 for next_n in (1, 7):
-    must(indexer(q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, None, 0, rows // next_n, next_n, 0, 8, None))
+    must(
+        indexer(
+            q,
+            8192,
+            cache,
+            8448,
+            weights,
+            64,
+            seq,
+            table,
+            PAGES,
+            PAGES,
+            logits,
+            WIDTH,
+            None,
+            0,
+            rows // next_n,
+            next_n,
+            0,
+            8,
+            None,
+        )
+    )
     must(runtime.cudaDeviceSynchronize())
-must(indexer(q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, maxima, stride, rows, 1, K, 8, None))
+must(
+    indexer(
+        q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, maxima, stride, rows, 1, K, 8, None
+    )
+)
 must(topk(logits, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 2, 1, 8, None))
 must(runtime.cudaDeviceSynchronize())
 assert sum(i >= 0 for i in download(raw, rows * K)) == sum(min(n, K) for n in lengths)

@@ -46,13 +46,18 @@ def test_the_wheel_holds_no_tests_and_lists_all_members(tmp_path):
 
 def test_an_installed_wheel_is_found_by_the_engines_plugin_group(tmp_path):
     site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, write(tmp_path)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, write(tmp_path)],
+        check=True,
+    )
     script = (
         "from importlib.metadata import entry_points; "
         "found = [e for e in entry_points(group='sglang.srt.plugins') if e.name == 'dsv4_sm120']; "
         "assert callable(found[0].load()); import dsv4_sm120; print(dsv4_sm120.__file__)"
     )
-    done = subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": str(site)}, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={"PYTHONPATH": str(site)}, check=True, capture_output=True, text=True
+    )
     assert str(site) in done.stdout
 
 
@@ -106,7 +111,17 @@ def test_the_compilers_report_is_read():
 
 @pytest.mark.parametrize(
     ("registers", "threads", "smem", "ctas"),
-    [(64, 1024, 0, 1), (32, 1024, 0, 1), (32, 512, 0, 3), (128, 256, 0, 2), (168, 128, 50_176, 2), (168, 128, 50_177, 1), (255, 512, 0, 0), (16, 32, 0, 24), (16, 32, 101_376, 1)],
+    [
+        (64, 1024, 0, 1),
+        (32, 1024, 0, 1),
+        (32, 512, 0, 3),
+        (128, 256, 0, 2),
+        (168, 128, 50_176, 2),
+        (168, 128, 50_177, 1),
+        (255, 512, 0, 0),
+        (16, 32, 0, 24),
+        (16, 32, 101_376, 1),
+    ],
 )
 def test_ctas_per_sm(registers, threads, smem, ctas):
     assert check_kernels.ctas_per_sm("sm_120a", registers, threads, smem) == ctas
@@ -118,7 +133,9 @@ def test_compiling_twice_gives_the_same_library(tmp_path):
     built = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        library, _report = build_wheel.compile_folder(folder, tmp_path / name, ["sm_120a"], build_wheel.find_nvcc(None), None)
+        library, _report = build_wheel.compile_folder(
+            folder, tmp_path / name, ["sm_120a"], build_wheel.find_nvcc(None), None
+        )
         built.append(library.read_bytes())
     assert built[0] == built[1]
 
@@ -141,10 +158,16 @@ def test_a_kernel_past_the_limits_does_not_compile(tmp_path, monkeypatch):
     ("text", "message"),
     [
         ('__global__ void a_kernel() {}\nDSV4_KERNELS(dsv4::limit<128, 0>("other"))\n', "has 0 declarations"),
-        ('__global__ void a_kernel(int* p) { __shared__ int x[25400]; x[threadIdx.x] = *p; __syncthreads(); *p = x[*p]; }\n'
-         'DSV4_KERNELS(dsv4::limit<128, 0>("a_kernel"))\n', "uses too much shared data"),
-        ('__global__ void a_kernel(int* p) { __shared__ int x[10000]; x[threadIdx.x] = *p; __syncthreads(); *p = x[*p]; }\n'
-         'DSV4_KERNELS(dsv4::limit<128, 70000>("a_kernel"))\n', "101376 is the most"),
+        (
+            "__global__ void a_kernel(int* p) { __shared__ int x[25400]; x[threadIdx.x] = *p; __syncthreads(); *p = x[*p]; }\n"
+            'DSV4_KERNELS(dsv4::limit<128, 0>("a_kernel"))\n',
+            "uses too much shared data",
+        ),
+        (
+            "__global__ void a_kernel(int* p) { __shared__ int x[10000]; x[threadIdx.x] = *p; __syncthreads(); *p = x[*p]; }\n"
+            'DSV4_KERNELS(dsv4::limit<128, 70000>("a_kernel"))\n',
+            "101376 is the most",
+        ),
     ],
 )
 def test_the_checker_fails_past_the_limits(tmp_path, monkeypatch, capsys, text, message):

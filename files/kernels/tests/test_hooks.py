@@ -37,7 +37,14 @@ def calls(monkeypatch):
     operation.enable(set())
 
 
-Q, CACHE, WEIGHT, LENGTHS, TABLE, OUT = (Tensor(4, 1, 64, 128), Tensor(9, 64, 1, 132), Tensor(4, 64), Tensor(4), Tensor(4, 8), Tensor(4, 512))
+Q, CACHE, WEIGHT, LENGTHS, TABLE, OUT = (
+    Tensor(4, 1, 64, 128),
+    Tensor(9, 64, 1, 132),
+    Tensor(4, 64),
+    Tensor(4),
+    Tensor(4, 8),
+    Tensor(4, 512),
+)
 
 
 def engine(made):

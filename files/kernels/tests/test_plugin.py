@@ -142,7 +142,9 @@ def test_other_processes_import_no_target(with_registry):
 
 @engine
 def test_registering_twice_is_harmless(with_registry):
-    script = "def run_scheduler_process():\n    plugin.register()\n    plugin.register()\n" + IN_SCHEDULER.split("\n", 3)[3]
+    script = (
+        "def run_scheduler_process():\n    plugin.register()\n    plugin.register()\n" + IN_SCHEDULER.split("\n", 3)[3]
+    )
     code, text = run(with_registry, script, kernels="topk", strict="1")
     assert code == 0 and text.count("applied: topk;") == 2 and text.count("Applied 1 hook(s)") == 1
 
@@ -158,10 +160,16 @@ def test_no_selection_applies_nothing(with_registry):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("open(plugin.engine_root() / 'sglang/version.py', 'w').write('__version__ = \"0.5.24\"\\n')", "this is 0.5.24"),
+        (
+            "open(plugin.engine_root() / 'sglang/version.py', 'w').write('__version__ = \"0.5.24\"\\n')",
+            "this is 0.5.24",
+        ),
         ("plugin.known_targets = lambda: {}", "no fingerprint was ever taken"),
         ("plugin.known_targets = lambda: {hook.TARGET: {'source': 'x'}}", "source changed"),
-        ("def missing(name): raise _lib.KernelError('_dsv4_topk.so does not load')\n_lib.load = missing", "does not load"),
+        (
+            "def missing(name): raise _lib.KernelError('_dsv4_topk.so does not load')\n_lib.load = missing",
+            "does not load",
+        ),
         ("import sglang.srt.plugins.hook_registry as r\nr.HookRegistry._patched.add(hook.TARGET)", "did not land"),
         (
             "import sglang.srt.plugins.hook_registry as r\n"

@@ -26,7 +26,13 @@ def test_nothing_said_nothing_applied():
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [("topk", ("topk",)), (" topk , indexer ", ("topk", "indexer")), ("all", KNOWN), ("none", ()), ("topk,topk", ("topk",))],
+    [
+        ("topk", ("topk",)),
+        (" topk , indexer ", ("topk", "indexer")),
+        ("all", KNOWN),
+        ("none", ()),
+        ("topk,topk", ("topk",)),
+    ],
 )
 def test_the_operators_word(given, wanted):
     assert choose(kernels=given).wanted == wanted

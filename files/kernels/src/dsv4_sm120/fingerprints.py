@@ -46,7 +46,9 @@ def fingerprint(root: pathlib.Path, target: str) -> dict[str, str]:
     body = ast.parse(text).body
     node = None
     for name in names:
-        found = [x for x in body if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and x.name == name]
+        found = [
+            x for x in body if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and x.name == name
+        ]
         if not found:
             raise Missing(f"{target}: {path.name} has no {name}")
         node = found[-1]

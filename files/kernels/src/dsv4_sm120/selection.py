@@ -73,7 +73,9 @@ def select(known: tuple[str, ...], source_hash: str, environment: dict[str, str]
         elif names == ["none"]:
             names = []
         if unknown := [name for name in names if name not in known]:
-            raise SelectionError(f"DSV4_SM120_KERNELS: unknown {', '.join(unknown)}; known: {', '.join(known)}, all, none")
+            raise SelectionError(
+                f"DSV4_SM120_KERNELS: unknown {', '.join(unknown)}; known: {', '.join(known)}, all, none"
+            )
         left_out = {}
     elif record:
         source = path

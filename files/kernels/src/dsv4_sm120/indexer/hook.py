@@ -99,9 +99,7 @@ def forward_around(original, self, *args, **kwargs):
     """AROUND hook for forward_c4_indexer: opens and closes the scope in which the pair may be fused."""
     batch = kwargs.get("forward_batch", args[3] if len(args) > 3 else None)
     backend = getattr(self, "dsa_topk_backend", None)
-    ours = backend is not None and not (
-        backend.is_torch() or backend.is_flashinfer() or backend.should_use_topk_v2()
-    )
+    ours = backend is not None and not (backend.is_torch() or backend.is_flashinfer() or backend.should_use_topk_v2())
     before = (_scope.fusing, _scope.next_n)
     _scope.fusing, _scope.next_n = ours, rows_per_request(batch)
     try:

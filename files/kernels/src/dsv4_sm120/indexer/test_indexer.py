@@ -69,6 +69,30 @@ def test_h12_reference_takes_the_pitch_from_the_stride():
     assert torch.equal(first, reference.paged_mqa_logits(*padded)[0][0, :130])
 
 
+@pytest.mark.parametrize("steps", [4, 8])
+def test_operands_meet_in_the_products(steps):
+    """The order that kernel.cu gives the 128 products, against the fragment layouts of m16n8k32 (sm_120a, four steps)
+    and m16n8k16 (sm_90, eight): each dimension of a token must meet the same dimension of a head, once."""
+    each = 128 // steps // 4  # products of a step and thread: 8 or 4
+
+    def dimensions(thread):
+        """The bytes that a quad's thread holds, as the loads find them."""
+        return [*range(16 * thread, 16 * thread + 16), *range(64 + 16 * thread, 80 + 16 * thread)]
+
+    def places(thread, step):
+        """k indices of a thread's operand registers in order, of A (rows g) and B alike: PTX ISA, mma fragments."""
+        width = each // 2
+        return [half * 4 * width + width * thread + i for half in (0, 1) for i in range(width)]
+
+    met = []
+    for step in range(steps):
+        a = {place: dimensions(t)[step * each + i] for t in range(4) for i, place in enumerate(places(t, step))}
+        b = {place: dimensions(t)[step * each + i] for t in range(4) for i, place in enumerate(places(t, step))}
+        assert sorted(a) == list(range(128 // steps)) and a == b
+        met += a.values()
+    assert sorted(met) == list(range(128))
+
+
 gpu = pytest.mark.gpu
 
 
@@ -195,7 +219,9 @@ def check_fused(case, k=512, next_n=1):
 
 
 @gpu
-@pytest.mark.parametrize("lengths", [[1024], [0, 1, 512, 513, 511], [16384, 16385, 16400, 20_000], [131_072], [131_071, 3, 40_000]])
+@pytest.mark.parametrize(
+    "lengths", [[1024], [0, 1, 512, 513, 511], [16384, 16385, 16400, 20_000], [131_072], [131_071, 3, 40_000]]
+)
 def test_fused_equals_the_pair(lengths):
     check_fused(make(lengths, 131_072, seed=len(lengths), device="cuda"))
 

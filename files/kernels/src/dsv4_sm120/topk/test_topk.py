@@ -159,7 +159,9 @@ def test_h09_padding_entries_of_the_page_table_are_not_used():
 
 @gpu
 @pytest.mark.parametrize("length", [5000, 16384, 131_072])
-@pytest.mark.parametrize("kind", ["zero", "mostly zero", "two values", "signed zero", "one bin", "ascending", "descending", "inf"])
+@pytest.mark.parametrize(
+    "kind", ["zero", "mostly zero", "two values", "signed zero", "one bin", "ascending", "descending", "inf"]
+)
 def test_h20_ties(length, kind):
     generator = torch.Generator().manual_seed(length)
     x = torch.zeros(2, 131072)
@@ -225,7 +227,10 @@ def test_h10_h11_graph_replays_with_changing_lengths():
     with torch.cuda.graph(graph):
         topk.topk_transform_paged(scores, live, table, slots, PAGE, raw)
     plans = torch.tensor(
-        [[rng.choice([0, 1, 511, 512, 513, 16384, 16385, rng.randint(1, width), width]) for _ in range(rows)] for _ in range(64)],
+        [
+            [rng.choice([0, 1, 511, 512, 513, 16384, 16385, rng.randint(1, width), width]) for _ in range(rows)]
+            for _ in range(64)
+        ],
         dtype=torch.int32,
     ).cuda()
     expected = [reference.topk_transform_paged(scores, plans[i], table, k, PAGE)[1] for i in range(64)]
@@ -249,6 +254,10 @@ def test_refusals_leave_the_rest_to_the_engine():
     assert "float32" in topk.refusal(scores.half(), lengths, table, out, PAGE)
     assert "aligned" in topk.refusal(scores[:, 1:-3], lengths, table, out, PAGE)
     assert "power of two" in topk.refusal(scores, lengths, table, out, 48)
-    assert "dense" in topk.refusal(scores, lengths, table, torch.empty(2, 2 * k, dtype=torch.int32, device="cuda")[:, :k], PAGE)
+    assert "dense" in topk.refusal(
+        scores, lengths, table, torch.empty(2, 2 * k, dtype=torch.int32, device="cuda")[:, :k], PAGE
+    )
     assert "cpu" in topk.refusal(scores, lengths.cpu(), table, out, PAGE)
-    assert "more than" in topk.refusal(scores, lengths, table, torch.empty(2, 4096, dtype=torch.int32, device="cuda"), PAGE)
+    assert "more than" in topk.refusal(
+        scores, lengths, table, torch.empty(2, 4096, dtype=torch.int32, device="cuda"), PAGE
+    )
