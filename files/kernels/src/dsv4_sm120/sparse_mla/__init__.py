@@ -11,10 +11,12 @@ import ctypes
 import dataclasses
 import functools
 import os
+from typing import TYPE_CHECKING
 
-import torch
+from .. import _lib, build_info
 
-from .. import _lib
+if TYPE_CHECKING:
+    import torch
 
 LIBRARY = "sparse_mla"
 TILE = 32
@@ -60,8 +62,9 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """How many clusters of each size run at the same time: (size, number) by falling size, down to 1."""
+    """Multiprocessors, and how many clusters of each size run at the same time: (size, number) by falling size, down to 1."""
 
+    sms: int
     clusters: tuple[tuple[int, int], ...]
 
     def at_once(self, cluster: int) -> int:
@@ -71,17 +74,17 @@ class Gpu:
 def launch_shape(rows: int, heads: int, widths: tuple[int, ...], chip: Gpu, cluster: int | None = None) -> Shape:
     """Returns the launch for `rows` rows of `heads` heads and index widths `widths`; `cluster` forces its size.
 
-    The cluster is the largest of which every row can have one at the same time, two if rows can be divided. A row can have
-    more units when there is room for them and its width could fill them.
+    The cluster is the largest of which every row can have one at the same time, or two if rows can be divided; clusters of
+    four and eight only while every block can have an SM for itself, because two of them on one cost more than they save.
+    A row can have more units when there is room for them and its width could fill them.
     """
     head_blocks = -(-heads // 16)
-    blocks = rows * head_blocks
     widest = sum(-(-width // TILE) for width in widths)
     divided = widest > UNDIVIDED_TILES
     if cluster is None:
-        fitting = [c for c, n in chip.clusters if n >= (2 if divided else 1) * blocks]
-        fitting = fitting or [c for c, n in chip.clusters if n >= blocks]
-        cluster = fitting[0] if fitting else 1
+        blocks_per_sm = max(1, chip.at_once(1) // chip.sms)
+        clusters = rows * head_blocks * (2 if divided else 1)
+        cluster = next((c for c, n in chip.clusters if n >= clusters * (blocks_per_sm if c >= 4 else 1)), 1)
     least = LEAST_TILES_PER_BLOCK * cluster
     room = max(1, chip.at_once(cluster) // head_blocks)
     units = min(max(room, rows + room // 4), rows * (-(-widest // least) if divided else 1))
@@ -93,9 +96,13 @@ def launch_shape(rows: int, heads: int, widths: tuple[int, ...], chip: Gpu, clus
 @functools.cache
 def gpu(index: int) -> Gpu:
     """Returns what the launch needs to know of a GPU; raises Unsupported when the library has no code for it."""
-    capability = torch.cuda.get_device_capability(index)
-    if capability not in ((9, 0), (12, 0)):
-        raise Unsupported(f"compute capability {capability[0]}.{capability[1]}")
+    import torch
+
+    from .. import _torch
+
+    capability, built = _torch.capability(index), build_info()["archs"]
+    if capability not in ("sm_90", "sm_120a") or (built and capability not in built):
+        raise Unsupported(f"no code for {capability}")
     largest = int(os.environ.get("DSV4_SM120_MLA_CLUSTER") or CLUSTERS[0])
     if largest not in CLUSTERS:
         raise Unsupported(f"DSV4_SM120_MLA_CLUSTER={largest} is none of {CLUSTERS}")
@@ -107,13 +114,15 @@ def gpu(index: int) -> Gpu:
             _lib.check(LIBRARY, "active_clusters", ask(cluster, ctypes.byref(number)))
             if number.value > 0 and (cluster <= largest or cluster == 1):
                 found.append((cluster, number.value))
-    return Gpu(tuple(found))
+    return Gpu(_torch.multiprocessors(index), tuple(found))
 
 
 class Workspace:
     """Buffers of one GPU, shared by its calls in stream order; they never grow, so captured graphs keep their pointers."""
 
     def __init__(self, device: torch.device, chip: Gpu):
+        import torch
+
         # an inference tensor could not be written outside inference mode
         with torch.inference_mode(False):
             self.records = 2 * chip.at_once(1)
@@ -125,6 +134,8 @@ class Workspace:
         self.planned_for: dict[tuple, tuple] = {}
 
     def plan_buffer(self, key: tuple, units: int) -> torch.Tensor:
+        import torch
+
         found = self.plans.get(key)
         if found is None:
             with torch.inference_mode(False):
@@ -137,7 +148,9 @@ _workspaces: dict[int, Workspace] = {}
 
 
 def workspace(device: torch.device) -> Workspace:
-    """Returns the workspace of a GPU, made at the first call (about 10 MB on 132 SMs)."""
+    """Returns the workspace of a GPU, made at the first call (about 20 MB on 132 SMs)."""
+    import torch
+
     index = device.index if device.index is not None else torch.cuda.current_device()
     found = _workspaces.get(index)
     if found is None:
@@ -187,6 +200,8 @@ class _Scope:
 
 
 def _scope(name: str, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, rows: int, device) -> _Scope:
+    import torch
+
     _require(cache.dtype in (torch.uint8, torch.float8_e4m3fn), f"{name}: cache of {cache.dtype}")
     _require(
         cache.dim() == 4 and cache.shape[2] == 1 and cache.shape[3] == TOKEN_BYTES,
@@ -245,6 +260,8 @@ def sparse_mla_decode(
     valid token gives 0 and -inf. Raises Unsupported before anything is launched, KernelError when the launch fails.
     Source: the cache layout and the call are SGLang 0.5.23's (`kernels/ops/attention/flash_mla_sm120.py`).
     """
+    import torch
+
     _require(q.is_cuda, "q is not on a GPU")
     _require(q.dtype == torch.bfloat16 and q.dim() == 3 and q.shape[2] == HEAD_DIM, f"q {q.dtype} {tuple(q.shape)}")
     rows, heads, _ = q.shape

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse-MLA decode over the DeepSeek-V4 fp8 latent cache, by portable mma.sync (sm_90 and sm_120). See NOTES.md.
 //
-// A block of sixteen warps runs 16 query heads over tiles of 32 cached tokens. Warps w and w + 8 own latent dimensions
-// [64 w, 64 w + 64), as keys and as values: one scale group, the last one the rope dimensions; each takes half of the tokens.
+// A block of eight warps runs 16 query heads over tiles of 32 cached tokens. Warp w owns latent dimensions
+// [64 w, 64 w + 64), as keys and as values: one scale group, the last one the rope dimensions.
 //
 //  * keys and values stay e4m3 in shared memory; fragments are converted to f16, which is exact and one instruction per
 //    pair. A token's ue8m0 scale never touches them: it multiplies the fp32 share of the score that its group makes, and
 //    the probability that its group's values are multiplied by, relative to the group's largest scale. So f16 holds all.
 //  * the 64 rope dimensions are bf16 in the cache and use bf16 mma.
-//  * the warps exchange their shares of the scores through shared memory; each then makes the probabilities of one head.
+//  * the warps exchange their shares of the scores through shared memory; each then makes the probabilities of two heads.
 //  * the blocks of a cluster share one unit of work (a range of tiles of one row) and merge through distributed shared
 //    memory, each block a slice of the output columns. A row of several units is merged from global memory by the last
 //    block to arrive, again per slice.
@@ -21,17 +21,24 @@
 
 #include "../csrc/common/abi.cuh"
 
+// sm_120's shared memory holds one block an SM, sm_90's two, which then have 128 registers a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define MLA_MIN_BLOCKS 1
+#else
+#define MLA_MIN_BLOCKS 2
+#endif
+
 namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kGroups = 8;        // of 64 dimensions: seven of nope, one of rope
-constexpr int kWarps = 16;        // two for each group, each with half of a tile's tokens
+constexpr int kWarps = 8;         // one for each value group
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 32;
 constexpr int kStages = 4;
 constexpr int kListed = 8;        // tiles whose tokens are looked up ahead
 constexpr int kRowBytes = 576;
+constexpr int kGroups = 8;        // seven of nope, one of rope
 constexpr int kScaleBytes = 8;    // per token, the eighth is padding that nothing wrote
 constexpr int kItemInts = 8;
 constexpr int kPlanThreads = 1024;
@@ -57,33 +64,33 @@ struct Work {
 };
 
 struct Smem {
-  // the ring of gathered rows; after the last tile the 64 KiB of output sums lie here, half for each half of the warps
+  // the ring of gathered rows; after the last tile the 32 KiB of output sums lie here
   alignas(128) unsigned char raw[kStages][kTile * kRowBytes];
-  // each group's share of the scores, [group][8 tokens][lane]; after the last tile the weights of the merge
-  alignas(16) float4 exchange[kGroups][4][32];
+  // each warp's share of the scores, [warp][8 tokens][lane]; after the last tile the weights of the merge
+  alignas(16) float4 exchange[kWarps][4][32];
   // probabilities as fragments, [16 tokens][lane]
   alignas(16) uint4 prob_f16[2][32];
   alignas(16) uint4 prob_bf16[2][32];
   alignas(16) unsigned char scales[kStages][kTile * kScaleBytes];
-  // the scales of a warp's tokens as factors, [column quad][8 tokens, low or high column]
-  alignas(16) float score_factor[kWarps][4][4];
-  alignas(16) unsigned short value_factor[2][kWarps][4][4];
+  // a tile's scales as factors, for each warp's group, [column quad][8 tokens][low or high column]
+  alignas(16) float score_factor[kWarps][4][8];
+  alignas(16) unsigned short value_factor[2][kWarps][4][8];
   // addresses of the next tiles' rows and of their scales
   alignas(16) unsigned long long row_at[kListed][kTile];
   alignas(16) unsigned long long scale_at[kListed][kTile];
   unsigned valid[2 * kListed];
-  float query_top[kGroups][16];
+  float query_top[kWarps][16];
   float alpha[16];     // by how much a row's sums shrink at this tile
   float top[16];       // reference of a row's softmax
   float sum[16];
-  float shift[kWarps];  // log2 of what a warp's sums are to be multiplied by, beside the reference
+  float shift[kGroups];  // log2 of what a group's sums are to be multiplied by, beside the reference
   float sink_log2[16];
   float scale_log2[16];  // of a row's scores: what its query was multiplied by taken out again
   Work work;
   int last;
 };
-static_assert(2 * sizeof(float) * 16 * 512 <= sizeof(Smem::raw), "output sums reuse the ring");
-static_assert(sizeof(float) * (16 + 2) * 128 <= sizeof(Smem::exchange), "weights of sixteen sources");
+static_assert(sizeof(float) * 16 * 512 <= sizeof(Smem::raw), "output sums reuse the ring");
+static_assert(sizeof(float) * (8 + 2) * 128 <= sizeof(Smem::exchange), "weights of eight sources");
 static_assert(sizeof(Smem) <= dsv4::kMaxBlockSmem, "shared memory of a block");
 
 // what a list entry without a token points at: its values and scales take no part, but 0 x NaN would
@@ -193,32 +200,27 @@ __device__ __forceinline__ int row_of_column(int n) { return n & 1 ? 4 + ((n >> 
 
 struct Lane {
   int lane, warp, g, c;  // g and c: the row and column quad of an mma fragment
-  int group, half;       // of the dimensions and of a tile's tokens
 };
 
-// Issues the copies of kTokens (even) of a tile's tokens, from `first` on. A whole warp takes 512 bytes of a row at once: one
-// request and one address translation for them, where a warp that fetched its own columns of many rows needs one for each.
-template <int kTokens>
-__device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile, int stage, int first) {
-  const int list = tile % kListed;
+// Issues this warp's share of a tile's copies: four tokens. A whole warp takes 512 bytes of a row at once: one request
+// and one address translation for them, where a warp that fetched its own columns of many rows would need one for each.
+__device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile, int stage) {
+  const int list = tile % kListed, first = 4 * t.warp;
   const unsigned base = smem_address(sm.raw[stage]) + first * kRowBytes;
-  const unsigned to[2] = {base + t.lane * 16, base + (t.lane ^ 2) * 16};
-#pragma unroll
-  for (int k = 0; k < kTokens; k += 2) {
-    const ulonglong2 from = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first + k]);
-    // `first` is a multiple of 4, or k is 0
-    const unsigned at = kTokens == 2 ? base + swizzle(first, t.lane) * 16 : to[k >> 1 & 1];
-    copy_async16(at + k * kRowBytes, from.x + t.lane * 16);
-    copy_async16(at + (k + 1) * kRowBytes, from.y + t.lane * 16);
-  }
+  const ulonglong2 a = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first]);
+  const ulonglong2 b = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first + 2]);
+  const unsigned to = base + t.lane * 16, to_swapped = base + (t.lane ^ 2) * 16;
+  copy_async16(to, a.x + t.lane * 16);
+  copy_async16(to + kRowBytes, a.y + t.lane * 16);
+  copy_async16(to_swapped + 2 * kRowBytes, b.x + t.lane * 16);
+  copy_async16(to_swapped + 3 * kRowBytes, b.y + t.lane * 16);
   // the last four chunks of each row, and the scales
-#pragma unroll
-  for (int k = 0; k < kTokens; k += 8) {
-    const int token = first + k + t.g;
-    if (t.g < kTokens)
-      copy_async16(smem_address(sm.raw[stage]) + token * kRowBytes + swizzle(token, 32 + t.c) * 16, sm.row_at[list][token] + (32 + t.c) * 16);
+  const int token = t.g & 3;
+  if (t.lane < 16) {
+    copy_async16(base + token * kRowBytes + swizzle(token, 32 + t.c) * 16, sm.row_at[list][first + token] + (32 + t.c) * 16);
+  } else if (t.c == 0) {
+    copy_async8(smem_address(&sm.scales[stage][(first + token) * kScaleBytes]), sm.scale_at[list][first + token]);
   }
-  if (t.lane < kTokens) copy_async8(smem_address(&sm.scales[stage][(first + t.lane) * kScaleBytes]), sm.scale_at[list][first + t.lane]);
 }
 
 __device__ __forceinline__ uint4 load128(const unsigned char* p) { return *reinterpret_cast<const uint4*>(p); }
@@ -335,12 +337,11 @@ __device__ __forceinline__ unsigned multiply_f16(unsigned a, unsigned b) {
   return *reinterpret_cast<const unsigned*>(&r);
 }
 
-// The block's tiles, for a warp of one value group and one half of each tile's tokens; kRope: of the last group. `look_up` and
-// `list` keep the list of tokens filled.
+// The block's tiles, for a warp of one value group; kRope: the last one. `look_up` and `list` keep the list of tokens filled.
 //
-// Two barriers a tile. Behind the first, warp w adds the eight shares of the scores of row w and makes their probabilities.
-// Behind the second, every warp multiplies its group's values of this tile and makes its share of the next tile's scores; the
-// two do not depend on each other and fill each other's latencies. The rope warps, which have no conversions, gather.
+// Two barriers a tile. Behind the first, warp w adds the eight shares of the scores of rows w and w + 8 and makes their
+// probabilities. Behind the second, every warp multiplies its group's values of this tile and makes its share of the next
+// tile's scores; the two do not depend on each other and fill each other's latencies.
 template <bool kRope>
 struct Attend {
   Smem& sm;
@@ -349,25 +350,26 @@ struct Attend {
   float (&o)[8][4];
   int largest_scale = -1000;
 
-  // lane n < 16 takes care of token n's scale: at column quad n & 3 for low columns, crosswise for high ones
+  // lane n takes care of token n's scale: at column quad n & 3 for low columns, crosswise for high ones
   __device__ __forceinline__ int quad() const { return t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3; }
   __device__ __forceinline__ int place() const { return 2 * (t.lane >> 3) + (t.lane >> 2 & 1); }
 
   // The scores of a tile over this warp's dimensions, before their scales.
-  __device__ __forceinline__ int begin_scores(float (&s)[2][4], int stage) {
+  __device__ __forceinline__ int begin_scores(float (&s)[4][4], int stage) {
     int byte = 0;
     if constexpr (!kRope) {
-      byte = sm.scales[stage][(16 * t.half + (t.lane & 15)) * kScaleBytes + t.group];
+      byte = sm.scales[stage][t.lane * kScaleBytes + t.warp];
       // 2^(byte - 127); 2^-127 becomes 0 here, which no score can tell; 255 is NaN and makes its token's scores NaN
-      if (t.lane < 16)
-        sm.score_factor[t.warp][quad()][place()] = __uint_as_float(byte == 255 ? 0x7fffffffu : static_cast<unsigned>(byte) << 23);
+      sm.score_factor[t.warp][quad()][place()] = __uint_as_float(byte == 255 ? 0x7fffffffu : static_cast<unsigned>(byte) << 23);
     }
-    scores<kRope>(s, q, sm.raw[stage] + 16 * t.half * kRowBytes, t, 4 * t.group);
+    const int chunk0 = 4 * t.warp;
+    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[0]), q, sm.raw[stage], t, chunk0);
+    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[2]), q, sm.raw[stage] + 16 * kRowBytes, t, chunk0);
     return byte;
   }
 
   // Scales them, hands them over, and prepares the scales of the tile's values.
-  __device__ __forceinline__ void end_scores(float (&s)[2][4], int byte, int parity) {
+  __device__ __forceinline__ void end_scores(float (&s)[4][4], int byte, int parity) {
     if constexpr (!kRope) {
       if (__any_sync(~0u, byte > largest_scale + kScaleSlack)) {
         const int found = __reduce_max_sync(~0u, byte == 255 ? 0 : byte);
@@ -381,63 +383,70 @@ struct Attend {
         }
       }
       // 2^(byte - largest + lift) in f16, 0 below 2^-14
-      if (t.lane < 16)
-        sm.value_factor[parity][t.warp][quad()][place()] =
-            static_cast<unsigned short>(min(max(byte - largest_scale + kLift + 15, 0), 30) << 10);
+      sm.value_factor[parity][t.warp][quad()][place()] =
+          static_cast<unsigned short>(min(max(byte - largest_scale + kLift + 15, 0), 30) << 10);
       __syncwarp();
-      const float4 f = *reinterpret_cast<const float4*>(sm.score_factor[t.warp][t.c]);
-      s[0][0] *= f.x, s[0][1] *= f.y, s[0][2] *= f.x, s[0][3] *= f.y;
-      s[1][0] *= f.z, s[1][1] *= f.w, s[1][2] *= f.z, s[1][3] *= f.w;
-    }
-    // turned by 64 bytes from 8 tokens to the next, so that the reads below touch more banks
+      const float4* factors = reinterpret_cast<const float4*>(sm.score_factor[t.warp][t.c]);
+      const float4 f0 = factors[0], f1 = factors[1];
+      const float f[8] = {f0.x, f0.y, f0.z, f0.w, f1.x, f1.y, f1.z, f1.w};
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      sm.exchange[t.group][2 * t.half + n][(t.lane + 4 * (2 * t.half + n)) & 31] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) s[n][k] *= f[2 * n + (k & 1)];
+    }
+    // turned by 64 bytes from tile to tile of 8, so that the reads below touch all banks
+#pragma unroll
+    for (int n = 0; n < 4; ++n) sm.exchange[t.warp][n][(t.lane + 4 * n) & 31] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
   }
 
   template <class LookUp, class List>
   __device__ __forceinline__ void run(int count, LookUp look_up, List list) {
-    // this lane's part of the softmax: row `warp`, one of 32 tokens: column 2c or 2c + 1 of tokens 8j ... 8j + 7
-    const int high = t.lane & 1, c = t.lane >> 1 & 3, j = t.lane >> 3;
-    const int token = 8 * j + (high ? 4 + (c ^ 1) : c);
-    const int share = (j * 32 + ((4 * (t.warp & 7) + c + 4 * j) & 31)) * 4 + 2 * (t.warp >> 3) + high;
-    const int to = (((j >> 1) * 32 + 4 * (t.warp & 7) + c) * 4) + 2 * (j & 1) + (t.warp >> 3);
+    const int chunk0 = 4 * t.warp;
+    // this lane's part of the softmax: row warp + 8 (lane & 1), columns 2c and 2c + 1 of tokens 8j ... 8j + 7
+    const int h = t.lane & 1, c = t.lane >> 1 & 3, j = t.lane >> 3;
     float top = kNothing, sum = 0.f;
     int index = -1;
     // i modulo kStages, and the stages before and behind it
     int now = 0, before = kStages - 1, next = 1;
     if (count > 0) {
-      float s[2][4];
+      float s[4][4];
       const int byte = begin_scores(s, 0);
       end_scores(s, byte, 0);
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       barrier();
-      float x;
+      float2 x;
       {
-        const float* w = reinterpret_cast<const float*>(sm.exchange) + share;
-        constexpr int kShare = 4 * 32 * 4;
-        x = ((w[0] + w[kShare]) + (w[2 * kShare] + w[3 * kShare])) + ((w[4 * kShare] + w[5 * kShare]) + (w[6 * kShare] + w[7 * kShare]));
-      }
-      x = sm.valid[i % (2 * kListed)] >> token & 1 ? x * sm.scale_log2[t.warp] : -INFINITY;
-      float alpha = 1.f;
-      const bool moved = __any_sync(~0u, x > top + kScoreSlack);
-      if (moved) {
-        float m = x;
+        float2 w[kWarps];
 #pragma unroll
-        for (int d = 1; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-        alpha = exp2_fast(top - m);
-        top = m;
-        sum *= alpha;
+        for (int n = 0; n < kWarps; ++n) w[n] = reinterpret_cast<const float2*>(&sm.exchange[n][j][(4 * t.warp + c + 4 * j) & 31])[h];
+        x.x = ((w[0].x + w[1].x) + (w[2].x + w[3].x)) + ((w[4].x + w[5].x) + (w[6].x + w[7].x));
+        x.y = ((w[0].y + w[1].y) + (w[2].y + w[3].y)) + ((w[4].y + w[5].y) + (w[6].y + w[7].y));
       }
-      x = exp2_fast(x - top);
-      sum += x;
-      const float other = __shfl_xor_sync(~0u, x, 1);
-      // a pair's even lane writes it as f16, the odd one as bf16
-      unsigned* prob = reinterpret_cast<unsigned*>(high ? sm.prob_bf16 : sm.prob_f16);
-      prob[to] = high ? pack<true>(other, x) : pack<false>(x, other);
-      if (t.lane == 0) sm.alpha[t.warp] = alpha;
+      const float scale_log2 = sm.scale_log2[t.warp + 8 * h];
+      const unsigned valid = sm.valid[i % (2 * kListed)];
+      x.x = valid >> (8 * j + c) & 1 ? x.x * scale_log2 : -INFINITY;
+      x.y = valid >> (8 * j + 4 + (c ^ 1)) & 1 ? x.y * scale_log2 : -INFINITY;
+      float alpha = 1.f;
+      const bool moved = __any_sync(~0u, fmaxf(x.x, x.y) > top + kScoreSlack);
+      if (moved) {
+        float m = fmaxf(x.x, x.y);
+#pragma unroll
+        for (int d = 2; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+        if (m > top + kScoreSlack) {
+          alpha = exp2_fast(top - m);
+          top = m;
+          sum *= alpha;
+        }
+      }
+      x.x = exp2_fast(x.x - top);
+      x.y = exp2_fast(x.y - top);
+      sum += x.x + x.y;
+      const int to = 2 * (j & 1) + h;
+      reinterpret_cast<unsigned*>(&sm.prob_f16[j >> 1][4 * t.warp + c])[to] = pack<false>(x.x, x.y);
+      reinterpret_cast<unsigned*>(&sm.prob_bf16[j >> 1][4 * t.warp + c])[to] = pack<true>(x.x, x.y);
+      if (t.lane < 2) sm.alpha[t.warp + 8 * h] = alpha;
       // the next tile's rows have to be there for all warps behind the barrier
       copy_wait<kStages - 3>();
       if (barrier_any(moved)) {
@@ -448,9 +457,7 @@ struct Attend {
           for (int k = 0; k < 4; ++k) o[n][k] *= shrink[k >> 1];
       }
       // every warp has left the last tile's values behind since the first barrier: its stage is free
-      if constexpr (kRope) {
-        if (i + kStages - 1 < count) gather<16>(sm, t, i + kStages - 1, before, 16 * t.half);
-      }
+      if (i + kStages - 1 < count) gather(sm, t, i + kStages - 1, before);
       copy_commit();
       // every fourth tile four more are listed: looked up at one tile, written at the next
       if (!kRope && t.warp < 4 && i + kListed - 2 < count) {
@@ -458,28 +465,31 @@ struct Attend {
         if (i % 4 == 2) list(sm.work, i - 2 + kListed, index);
       }
       // past the end: a stage that holds something old, and nobody reads the result
-      float s[2][4];
+      float s[4][4];
       const int byte = begin_scores(s, next);
-      {
-        const uint4 v = kRope ? sm.prob_bf16[t.half][t.lane] : sm.prob_f16[t.half][t.lane];
+      uint4 f = make_uint4(0, 0, 0, 0);
+      if constexpr (!kRope) f = *reinterpret_cast<const uint4*>(sm.value_factor[i & 1][t.warp][t.c]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint4 v = kRope ? sm.prob_bf16[k][t.lane] : sm.prob_f16[k][t.lane];
         unsigned p[4] = {v.x, v.y, v.z, v.w};
         if constexpr (!kRope) {
-          const uint2 f = *reinterpret_cast<const uint2*>(sm.value_factor[i & 1][t.warp][t.c]);
-          p[0] = multiply_f16(p[0], f.x), p[1] = multiply_f16(p[1], f.x), p[2] = multiply_f16(p[2], f.y), p[3] = multiply_f16(p[3], f.y);
+          const unsigned f0 = k ? f.z : f.x, f1 = k ? f.w : f.y;
+          p[0] = multiply_f16(p[0], f0), p[1] = multiply_f16(p[1], f0), p[2] = multiply_f16(p[2], f1), p[3] = multiply_f16(p[3], f1);
         }
-        values<kRope>(o, p, sm.raw[now] + 16 * t.half * kRowBytes, t, 4 * t.group);
+        values<kRope>(o, p, sm.raw[now] + 16 * k * kRowBytes, t, chunk0);
       }
       if (i + 1 < count) end_scores(s, byte, (i + 1) & 1);
       before = now, now = next;
       next = next == kStages - 1 ? 0 : next + 1;
     }
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    if (t.lane == 0) {
-      sm.top[t.warp] = top;
-      sm.sum[t.warp] = sum;
-      sm.shift[t.warp] = kRope ? 0.f : static_cast<float>(largest_scale - 127 - kLift);
+    for (int d = 2; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if (t.lane < 2) {
+      sm.top[t.warp + 8 * h] = top;
+      sm.sum[t.warp + 8 * h] = sum;
     }
+    if (t.lane == 0) sm.shift[t.warp] = kRope ? 0.f : static_cast<float>(largest_scale - 127 - kLift);
   }
 };
 
@@ -506,7 +516,7 @@ __device__ __forceinline__ void store_output(const Params& p, float4 v, int row,
 
 // The blocks of a cluster share a unit of work.
 template <int kCluster>
-__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   Smem& sm = *reinterpret_cast<Smem*>(memory);
   Lane t;
@@ -515,8 +525,6 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
   t.warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   t.g = t.lane >> 2;
   t.c = t.lane & 3;
-  t.group = t.warp & 7;
-  t.half = t.warp >> 3;
   const int rank = kCluster == 1 ? 0 : blockIdx.x % kCluster;
   const int head0 = 16 * blockIdx.y;
   const long long unit = blockIdx.x / kCluster;
@@ -578,9 +586,9 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = head0 + t.g + 8 * h;
-    const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head + 64 * t.group : nullptr;
-    raw[h][0] = load_query(from, t.group < 7 ? 16 * t.c : 8 * t.c);
-    raw[h][1] = load_query(from, t.group < 7 ? 16 * t.c + 8 : 8 * t.c + 32);
+    const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head + 64 * t.warp : nullptr;
+    raw[h][0] = load_query(from, t.warp < 7 ? 16 * t.c : 8 * t.c);
+    raw[h][1] = load_query(from, t.warp < 7 ? 16 * t.c + 8 : 8 * t.c + 32);
   }
   actual0 = min(max(actual0, 0), p.scope[0].width), actual1 = min(max(actual1, 0), p.scope[1].width);
   if (actual0 != length0 || actual1 != length1) {
@@ -592,14 +600,14 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
     share();
     index = look_up(work, 0);
   }
-  if (t.warp < kListed) list(work, 0, index);
+  list(work, 0, index);
   if (threadIdx.x < 16) sm.sink_log2[threadIdx.x] = __int_as_float(sink) * kLog2e;
   if (threadIdx.x == 0) sm.work = work;
   const int count = work.count;
   barrier();
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
-    if (i < count) gather<2>(sm, t, i, i, 2 * t.warp);
+    if (i < count) gather(sm, t, i, i);
     // an empty group keeps the count of groups
     copy_commit();
   }
@@ -610,7 +618,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
     float m = largest(raw[h]);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    if (t.half == 0 && t.c == 0) sm.query_top[t.group][t.g + 8 * h] = m;
+    if (t.c == 0) sm.query_top[t.warp][t.g + 8 * h] = m;
   }
   barrier();
   unsigned q[16];
@@ -618,26 +626,26 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
   for (int h = 0; h < 2; ++h) {
     float m = 0.f, own = 0.f;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kWarps; ++n) {
       m = fmaxf(m, sm.query_top[n][t.g + 8 * h]);
-      own = fmaxf(own, sm.query_top[n][t.warp]);
+      own = fmaxf(own, sm.query_top[n][t.warp + 8 * h]);
     }
     // zeros, infinities and the far ends keep the factor a normal number; an infinity stays one
     auto exponent = [](float v) { return min(max(static_cast<int>(__float_as_uint(v) >> 23) - 127, -100), 100); };
     const __nv_bfloat162 factor = as_bf16x2(static_cast<unsigned>(11 - exponent(m) + 127) * 0x00800080u);
-    if (t.group < 7) {
+    if (t.warp < 7) {
       query_fragments<false>(q, raw[h], factor, h);
     } else {
       query_fragments<true>(q, raw[h], factor, h);
     }
-    // of the row whose softmax this warp works on
-    if (h == 0 && t.lane == 0) sm.scale_log2[t.warp] = p.scale_log2 * __uint_as_float(static_cast<unsigned>(exponent(own) - 11 + 127) << 23);
+    // of the rows whose softmax this warp works on
+    if (t.lane == 0) sm.scale_log2[t.warp + 8 * h] = p.scale_log2 * __uint_as_float(static_cast<unsigned>(exponent(own) - 11 + 127) << 23);
   }
 
   float o[8][4] = {};
   copy_wait<kStages - 2>();
   barrier();
-  if (t.group < 7) {
+  if (t.warp < 7) {
     Attend<false>{sm, t, q, o}.run(count, look_up, list);
   } else {
     Attend<true>{sm, t, q, o}.run(count, look_up, list);
@@ -647,9 +655,6 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
   // --- merge ---------------------------------------------------------------------------------------------------------
   // Sums in fragment order: [group][2 rows x 4 pieces of 4 dimensions][lane]. Piece k of lane (g, c) and half h holds head
   // g + 8 h and dimensions 16 c + 4 k ... + 3 of the group.
-  constexpr int kPieces = 16 * 512 / 4;
-  // a block's two halves, for each block of the cluster
-  constexpr int kSources = 2 * kCluster;
   barrier();
   float4* sums = reinterpret_cast<float4*>(&sm.raw[0][0]);
 #pragma unroll
@@ -657,7 +662,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int n = 4 * (k & 1), r = 2 * h + (k >> 1);
-      sums[t.half * kPieces + (t.group * 8 + 4 * h + k) * 32 + t.lane] = make_float4(o[n][r], o[n + 1][r], o[n + 2][r], o[n + 3][r]);
+      sums[(t.warp * 8 + 4 * h + k) * 32 + t.lane] = make_float4(o[n][r], o[n + 1][r], o[n + 2][r], o[n + 3][r]);
     }
   if constexpr (kCluster == 1) {
     __syncthreads();
@@ -679,32 +684,27 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
   // each block keeps a copy of exponents and sums, so that a slice depends on blocks of its own rank alone
   const int side = 16 * 512 + rank * kRecordSide;
 
-  // the slice of this block, and this thread's pieces of it
-  constexpr int kSlice = kPieces / kCluster;
-  constexpr int kShare = (kSlice + kThreads - 1) / kThreads;
-  auto piece_of = [&](int n) { return rank * kSlice + static_cast<int>(threadIdx.x) + n * kThreads; };
-  const bool has_pieces = threadIdx.x < kSlice;
-  // the first of them travels before its weights are known
-  float4 ahead[kSources];
-  if (has_pieces) {
+  constexpr int kPieces = 16 * 512 / 4;
+  constexpr int kShare = kPieces / (kCluster * kThreads);
+  auto piece_of = [&](int n) { return rank * kThreads + static_cast<int>(threadIdx.x) + n * kCluster * kThreads; };
+  // the first of this thread's pieces travels before its weights are known
+  float4 ahead[kCluster];
 #pragma unroll
-    for (int i = 0; i < kSources; ++i) ahead[i] = *peer(sums + (i & 1) * kPieces + piece_of(0), i >> 1);
-  }
+  for (int i = 0; i < kCluster; ++i) ahead[i] = *peer(sums + piece_of(0), i);
 
   // one thread for each group and head
   if (threadIdx.x < kGroups * 16) {
     const int head = threadIdx.x % 16, group = threadIdx.x / 16;
-    float e[kSources], m[kCluster], l[kCluster];
+    float e[kCluster], m[kCluster], l[kCluster];
 #pragma unroll
     for (int i = 0; i < kCluster; ++i) {
       m[i] = *peer(&sm.top[head], i);
       l[i] = *peer(&sm.sum[head], i);
-      e[2 * i] = m[i] + *peer(&sm.shift[group], i);
-      e[2 * i + 1] = m[i] + *peer(&sm.shift[group + kGroups], i);
+      e[i] = m[i] + *peer(&sm.shift[group], i);
     }
     float top = kNothing, softmax_top = kNothing, total = 0.f;
 #pragma unroll
-    for (int i = 0; i < kCluster; ++i) top = fmaxf(top, fmaxf(e[2 * i], e[2 * i + 1])), softmax_top = fmaxf(softmax_top, m[i]);
+    for (int i = 0; i < kCluster; ++i) top = fmaxf(top, e[i]), softmax_top = fmaxf(softmax_top, m[i]);
 #pragma unroll
     for (int i = 0; i < kCluster; ++i) total += exp2_fast(m[i] - softmax_top) * l[i];
     float factor = 1.f;
@@ -716,18 +716,18 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
       if (group == 0) to[kGroups * 16 + head] = total;
     }
 #pragma unroll
-    for (int i = 0; i < kSources; ++i) weights[i * 128 + threadIdx.x] = exp2_fast(e[i] - top) * factor;
+    for (int i = 0; i < kCluster; ++i) weights[i * 128 + threadIdx.x] = exp2_fast(e[i] - top) * factor;
   }
   __syncthreads();
 #pragma unroll 1
-  for (int n = 0; n < kShare && has_pieces; ++n) {
+  for (int n = 0; n < kShare; ++n) {
     const int at = piece_of(n), group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2);
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kSources; ++i) v = weighted(v, weights[i * 128 + group * 16 + head], ahead[i]);
+    for (int i = 0; i < kCluster; ++i) v = weighted(v, weights[i * 128 + group * 16 + head], ahead[i]);
     if (n + 1 < kShare) {
 #pragma unroll
-      for (int i = 0; i < kSources; ++i) ahead[i] = *peer(sums + (i & 1) * kPieces + piece_of(n + 1), i >> 1);
+      for (int i = 0; i < kCluster; ++i) ahead[i] = *peer(sums + piece_of(n + 1), i);
     }
     if (parts == 1) {
       store_output(p, v, row, head0 + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3));
@@ -767,7 +767,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_co
   }
   __syncthreads();
 #pragma unroll 1
-  for (int n = 0; n < kShare && has_pieces; ++n) {
+  for (int n = 0; n < kShare; ++n) {
     const int at = piece_of(n), group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2), pair = group * 16 + head;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import dsv4_sm120.sparse_mla as mla
-from dsv4_sm120 import _lib
-from dsv4_sm120.sparse_mla import reference
+from dsv4_sm120 import _lib, operation
+from dsv4_sm120.sparse_mla import hook, reference
 
 SCALE = 512**-0.5
 
@@ -222,10 +222,11 @@ def test_plan_against_brute_force():
         assert len(slots) <= 2 * (budget - rows)
 
 
-H200 = mla.Gpu(((8, 15), (4, 31), (2, 66), (1, 132)))
+H200 = mla.Gpu(132, ((8, 30), (4, 62), (2, 132), (1, 264)))
+SM120 = mla.Gpu(188, ((8, 20), (4, 44), (2, 94), (1, 188)))
 
 
-@pytest.mark.parametrize("chip", [H200, mla.Gpu(((8, 20), (4, 44), (2, 94), (1, 188))), mla.Gpu(((1, 188),)), mla.Gpu(((2, 3), (1, 7)))])
+@pytest.mark.parametrize("chip", [H200, SM120, mla.Gpu(188, ((1, 188),)), mla.Gpu(7, ((2, 3), (1, 7)))])
 def test_launch_shape(chip):
     for rows, heads, width in itertools.product([1, 2, 8, 16, 33, 64, 65, 512, 8192], [8, 16, 32, 64], [0, 512, 4096, 8192]):
         shape = mla.launch_shape(rows, heads, (128, width), chip)
@@ -234,8 +235,9 @@ def test_launch_shape(chip):
         assert shape.cluster == 1 or rows * shape.head_blocks <= chip.at_once(shape.cluster)
         if width <= 512:
             assert not shape.planned
-    assert [mla.launch_shape(n, 16, (128, 512), H200).cluster for n in (15, 16, 31, 64, 66, 67)] == [8, 4, 4, 2, 2, 1]
-    assert [mla.launch_shape(n, 16, (128, 4096), H200).cluster for n in (1, 7, 8, 16, 64)] == [8, 8, 4, 2, 2]
+    assert [mla.launch_shape(n, 16, (128, 512), H200).cluster for n in (15, 16, 31, 64, 132, 133)] == [8, 4, 4, 2, 2, 1]
+    assert [mla.launch_shape(n, 16, (128, 4096), H200).cluster for n in (1, 7, 8, 16, 64, 200)] == [8, 8, 4, 2, 2, 1]
+    assert [mla.launch_shape(n, 16, (128, 512), SM120).cluster for n in (20, 44, 94, 95)] == [8, 4, 2, 1]
 
 
 # --- CPU: the kernel's arithmetic ------------------------------------------------------------------------------------------
@@ -371,6 +373,53 @@ def test_scope_checks():
             mla._scope("k", arguments["cache"], arguments["indices"], arguments["lengths"], 3, cpu)
     with pytest.raises(mla.Unsupported):
         mla.flash_mla_with_kvcache_sm120(q=torch.zeros(1, 1, 16, 512), k_cache=cache, indices=indices)
+
+
+# --- CPU: the hook ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def enabled(monkeypatch):
+    monkeypatch.delenv("DSV4_SM120_STRICT", raising=False)
+    monkeypatch.delenv("DSV4_SM120_MLA_MAX_ROWS", raising=False)
+    operation.enable({hook.NAME})
+    yield
+    operation.enable(set())
+
+
+def through_hook(**kwargs):
+    return hook.around(lambda *a, **k: ("stock", a, k), **kwargs)
+
+
+def test_hook_serves_and_passes_keywords(enabled, monkeypatch):
+    monkeypatch.setattr(mla, "flash_mla_with_kvcache_sm120", lambda **k: ("ours", k))
+    q = torch.zeros(4, 1, 16, 512)
+    assert through_hook(q=q, k_cache=1) == ("ours", {"q": q, "k_cache": 1})
+    operation.enable(set())
+    assert through_hook(q=q)[0] == "stock"
+
+
+def test_hook_leaves_prefill_and_what_it_was_not_made_for(enabled, monkeypatch):
+    def refuse(**kwargs):
+        raise mla.Unsupported("a reason")
+
+    assert through_hook(q=torch.zeros(513, 1, 1, 512))[0] == "stock"
+    monkeypatch.setenv("DSV4_SM120_MLA_MAX_ROWS", "64")
+    monkeypatch.setattr(mla, "flash_mla_with_kvcache_sm120", refuse)
+    q = torch.zeros(64, 1, 1, 512)
+    assert through_hook(q=q) == ("stock", (), {"q": q})
+    assert operation.enabled(hook.NAME)
+    # arguments that cannot be checked by name
+    assert hook.around(lambda *a, **k: ("stock", a, k), q) == ("stock", (q,), {})
+
+
+def test_hook_turns_off_after_a_failed_launch(enabled, monkeypatch):
+    def fail(**kwargs):
+        raise _lib.KernelError("CUDA error 719")
+
+    monkeypatch.setattr(mla, "flash_mla_with_kvcache_sm120", fail)
+    assert through_hook(q=torch.zeros(4, 1, 16, 512))[0] == "stock"
+    assert not operation.enabled(hook.NAME)
 
 
 # --- GPU -------------------------------------------------------------------------------------------------------------------
