@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import struct
 import threading
@@ -21,7 +22,7 @@ from ansible_collections.blackwell.dsv4.plugins.module_utils.chat_client import 
 from ansible_collections.blackwell.dsv4.plugins.module_utils.probes import Check
 
 PROPERTIES = ("LoadState", "ActiveState", "SubState", "UnitFileState", "Result", "MainPID", "NRestarts", "ControlGroup",
-              "InvocationID", "ActiveEnterTimestampMonotonic", "NUMAPolicy", "NUMAMask")
+              "InvocationID", "ActiveEnterTimestampMonotonic", "NUMAPolicy", "NUMAMask", "Environment")
 
 #: Counters of an engine that its requests move and its health checks do not.
 COUNTERS = ("num_requests_total", "prompt_tokens_total", "generation_tokens_total")
@@ -555,14 +556,22 @@ class Topology:
         identity, unit = "kernels.%s" % name, self.unit(name)
         if self._still_loading(identity, name):
             return
-        wanted = sorted(self.instances[name].get("kernels") or [])
+        planned = sorted(self.instances[name].get("kernels") or [])
+        # The unit names those of the plan that measurement on this host let through.
+        chosen = environment_of(self._state(name)).get("DSV4_SM120_KERNELS", "") if "Environment" in self._state(name) else ",".join(planned)
+        wanted = sorted(k for k in chosen.split(",") if k and k != "none")
+        if set(wanted) - set(planned):
+            self._fail(identity, "kernels_unplanned", "the unit asks for %s, planned: %s" % (", ".join(wanted), ", ".join(planned) or "none"),
+                       "DSV4_SM120_KERNELS in systemctl show -p Environment %s" % unit)
+            return
+        stock = ["on stock, since the unit does not ask for ours: %s" % ", ".join(sorted(set(planned) - set(wanted)))] if set(planned) - set(wanted) else []
         lines = self.host.start_log(unit, self._state(name))
         applied = applied_kernels(lines or [])
         if not wanted:
             if applied and applied["kernels"]:
                 self._fail(identity, "kernels_unplanned", "applied: %s" % ", ".join(applied["kernels"]), "DSV4_SM120_KERNELS on %s" % unit)
             else:
-                self._pass(identity, "stock, as planned")
+                self._pass(identity, "stock, as planned" if not planned else "stock", notes=stock)
             return
         if lines is None:
             self._add(identity, V.SKIPPED, "journal_unreadable", "the journal of %s cannot be read" % unit)
@@ -575,7 +584,7 @@ class Topology:
             self._fail(identity, "kernels_differ", "planned %s, applied %s; %s" % (", ".join(wanted), ", ".join(applied["kernels"]) or "none", applied["line"]),
                        "journalctl -u %s -g dsv4_sm120; the record of kernel_build" % unit)
         else:
-            self._pass(identity, applied["line"])
+            self._pass(identity, applied["line"], notes=stock)
 
     def _check_gpus(self, name):
         """The processes on the planned GPUs are the unit's, and the unit's are on no other."""
@@ -786,6 +795,15 @@ class Topology:
             if one.get("ActiveState") == "active" and two.get("ActiveState") != "active" and not any(f.startswith(name + ":") for f in found):
                 found.append("%s: active -> %s" % (name, two.get("ActiveState")))
         return found
+
+
+def environment_of(state):
+    """The variables of a unit, as systemctl shows them."""
+    try:
+        words = shlex.split(state.get("Environment") or "")
+    except ValueError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def numa_of(text, pages):

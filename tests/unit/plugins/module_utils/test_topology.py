@@ -170,6 +170,25 @@ def test_a_journal_that_no_longer_reaches_back_proves_nothing():
     assert (check["status"], check["reason"]) == ("skipped", "journal_rotated")
 
 
+def measured(host, *kernels):
+    host.state["decode"]["Environment"] = 'SGLANG_PLUGINS=dsv4_sm120 "X=a b" DSV4_SM120_KERNELS=%s' % ",".join(kernels)
+
+
+def test_kernels_that_measurement_left_out_are_noted():
+    def slower(host):
+        measured(host, "topk")
+        host.logs["decode"] = ["dsv4_sm120 0.1.0 build 3f2a (sm_120a) pid 7 applied: topk; left out: nothing; chosen by DSV4_SM120_KERNELS"]
+
+    check = run(slower)["kernels.decode"]
+    assert check["status"] == "pass" and check["notes"][0].endswith(": indexer, sparse_mla"), check
+    check = run(lambda h: (h.state["decode"].update(Environment="X=1"), h.logs.update(decode=["ready"])))["kernels.decode"]
+    assert check["status"] == "pass" and check["notes"][0].endswith(": indexer, sparse_mla, topk"), check
+    check = run(lambda h: measured(h, "topk", "indexer"))["kernels.decode"]
+    assert check["reason"] == "kernels_differ"
+    check = run(lambda h: measured(h, "topk", "moe"))["kernels.decode"]
+    assert check["reason"] == "kernels_unplanned" and "moe" in check["evidence"]
+
+
 def test_idle_gpus_must_be_clean():
     plan = copy.deepcopy(PLAN)
     plan["instances"]["decode"].update(gpus=[4, 5], gpu_uuids=plan["instances"]["decode"]["gpu_uuids"][:2], tp_size=2)

@@ -63,6 +63,7 @@ class FakeHost(topology.Host):
                 "UnitFileState": "enabled" if on else "disabled", "Result": "success", "MainPID": "0", "NRestarts": "0",
                 "ControlGroup": "/system.slice/%s.service" % instance["unit"] if on else "", "InvocationID": "i-%s-0" % name if on else "",
                 "ActiveEnterTimestampMonotonic": str(int(self.started * 1e6)) if on else "0", "NUMAPolicy": "bind", "NUMAMask": str(instance["numa_node"]),
+                "Environment": " ".join("%s=%s" % item for item in (instance.get("environment") or {}).items()),
             }
             self.members[name] = []
             if not on:
