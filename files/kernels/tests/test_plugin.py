@@ -126,6 +126,14 @@ def test_the_hook_lands_in_a_scheduler_and_says_so(with_registry):
 
 
 @engine
+def test_the_line_is_there_before_logging_is_set_up(with_registry):
+    """The engine loads plugins first and configures its loggers after."""
+    script = "logging.root.handlers.clear()\nlogging.root.setLevel(logging.WARNING)\n" + IN_SCHEDULER
+    code, text = run(with_registry, script, kernels="topk")
+    assert code == 0 and text.count(" applied: topk; left out: nothing;") == 1
+
+
+@engine
 def test_from_imports_made_before_are_patched_too(with_registry):
     script = "from sglang import user\n" + IN_SCHEDULER + "assert hasattr(user.topk_transform_paged, '__wrapped__')\n"
     assert run(with_registry, script, kernels="topk")[0] == 0

@@ -26,17 +26,14 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One switch of DSV4_SM120_KERNELS: the libraries that it loads and the sites that it needs.
-
-    excludes: operations that make no sense beside it and are left out while it is on.
-    """
+    """One switch of DSV4_SM120_KERNELS: the libraries that it loads and the sites that it needs."""
 
     name: str
     libraries: tuple[str, ...]
     sites: tuple[Site, ...]
-    excludes: tuple[str, ...] = ()
 
 
+MOST_REASONS = 20
 _enabled: set[str] = set()
 _said: set[tuple[str, str]] = set()
 
@@ -59,8 +56,8 @@ def enabled(name: str) -> bool:
 
 
 def fell_back(name: str, reason: str) -> None:
-    """Notes, once for each reason, that a call went to the engine's own function."""
-    if (name, reason) not in _said:
+    """Notes, once for each reason and not for ever new ones, that a call went to the engine's own function."""
+    if (name, reason) not in _said and len(_said) < MOST_REASONS:
         _said.add((name, reason))
         logger.warning("dsv4_sm120: %s goes to the engine's own kernel: %s", name, reason)
 

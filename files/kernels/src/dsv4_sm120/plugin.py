@@ -136,6 +136,14 @@ def apply(items: dict[str, Operation]) -> dict[str, str]:
     return faults
 
 
+def say(line: str) -> None:
+    """Logs the one line of a scheduler; the engine loads plugins before it sets up logging, so it may have to be printed."""
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
 def stop_if_strict(message: str) -> None:
     """Ends the process in strict mode, warns otherwise."""
     if operation.strict():
@@ -156,10 +164,6 @@ def register() -> None:
         return
     left_out = dict(chosen.left_out)
     items = {name: every[name] for name in chosen.wanted}
-    for name, item in list(items.items()):
-        for other in item.excludes:
-            if items.pop(other, None):
-                left_out.pop(other, None)
     version = engine_version()
     if items and version != ENGINE_VERSION:
         left_out.update(dict.fromkeys(items, f"made for SGLang {ENGINE_VERSION}, this is {version}"))
@@ -179,13 +183,8 @@ def register() -> None:
     for name, reason in left_out.items():
         stop_if_strict(f"{name} is left out: {reason}")
     if scheduler:
-        logger.info(
-            "dsv4_sm120 %s build %s (%s) pid %d applied: %s; left out: %s; chosen by %s",
-            build["version"],
-            build["source_hash"],
-            " ".join(build["archs"]) or "no architectures",
-            os.getpid(),
-            ", ".join(items) or "nothing",
-            ", ".join(left_out) or "nothing",
-            chosen.source,
+        say(
+            f"dsv4_sm120 {build['version']} build {build['source_hash']} ({' '.join(build['archs']) or 'no architectures'}) "
+            f"pid {os.getpid()} applied: {', '.join(items) or 'nothing'}; left out: {', '.join(left_out) or 'nothing'}; "
+            f"chosen by {chosen.source}"
         )

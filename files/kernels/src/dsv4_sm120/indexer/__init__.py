@@ -65,8 +65,10 @@ def refusal(
         return "q rows are not aligned to 16 bytes"
     if tuple(weights.shape) != (rows, HEADS) or seq_lens.shape[0] != rows or page_table.shape[0] != rows:
         return "the tensors differ in rows"
-    if not 1 <= next_n <= MAX_NEXT or rows % next_n or not 1 <= rows // next_n <= MAX_REQUESTS:
-        return f"{rows} rows of {next_n} a request"
+    if not 1 <= next_n <= MAX_NEXT or rows < 1 or rows % next_n:
+        return f"{rows} rows are not of {next_n} a request"
+    if rows // next_n > MAX_REQUESTS:
+        return f"more than {MAX_REQUESTS} requests"
     if max_seq_len < 1:
         return f"max_seq_len {max_seq_len}"
     if _torch.capability(device.index) not in build_info()["archs"]:

@@ -67,7 +67,7 @@ def refusal(
     if page_size < 1 or page_size & (page_size - 1):
         return f"page size {page_size} is no power of two"
     if rows > MAX_ROWS and width > HELD_WIDTH:
-        return f"{rows} rows of width {width}: made for at most {MAX_ROWS} rows wider than {HELD_WIDTH}"
+        return f"more than {MAX_ROWS} rows, wider than {HELD_WIDTH}"
     if _torch.row_stride(scores) % 4 or scores.data_ptr() % 16:
         return "scores are not aligned to 16 bytes"
     if not 1 <= k <= MAX_K:
