@@ -100,6 +100,16 @@ def indexer_deepgemm():
     return call
 
 
+def indexer_triton():
+    """Returns the Triton version of our indexer: fn(q, cache, weights, lengths, table, width) -> logits."""
+    try:
+        import triton_indexer
+    except Exception as error:  # noqa: BLE001
+        absent["triton"] = str(error).splitlines()[0][:120]
+        return None
+    return triton_indexer.logits
+
+
 def indexer_torch(q, cache, weights, lengths, table, width):
     """The O(max context) computation of SGLang's torch fallback, written out: gathers every page of the table."""
     rows, pages = q.shape[0], -(-width // 64)

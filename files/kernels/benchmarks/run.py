@@ -60,7 +60,7 @@ def main() -> int:
         f"{base:.1f} µs. Medians of {options.repeats} replays in microseconds.",
     ]
     topks = {"v1": contestants.topk_v1(), "v2": contestants.topk_v2(), "flashinfer": contestants.topk_flashinfer()}
-    deepgemm = contestants.indexer_deepgemm()
+    deepgemm, triton = contestants.indexer_deepgemm(), contestants.indexer_triton()
 
     def report(title, rows, first):
         parts.append(f"\n### {title}\n\n" + table(rows, first))
@@ -79,7 +79,7 @@ def main() -> int:
             continue
         rows = []
         for batch, kind in CELLS + MIXED:
-            indexers = {"tilelang": contestants.indexer_tilelang(batch), "deepgemm": deepgemm}
+            indexers = {"tilelang": contestants.indexer_tilelang(batch), "deepgemm": deepgemm, "triton": triton}
             if part == "indexer":
                 if batch <= 16:
                     indexers["torch"] = contestants.indexer_torch
