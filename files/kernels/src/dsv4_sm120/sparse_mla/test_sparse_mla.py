@@ -11,11 +11,12 @@ import random
 import struct
 
 import pytest
-import torch
 
-import dsv4_sm120.sparse_mla as mla
-from dsv4_sm120 import _lib, operation
-from dsv4_sm120.sparse_mla import hook, reference
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import dsv4_sm120.sparse_mla as mla  # noqa: E402
+from dsv4_sm120 import _lib, operation  # noqa: E402
+from dsv4_sm120.sparse_mla import hook, reference  # noqa: E402
 
 SCALE = 512**-0.5
 
@@ -334,7 +335,7 @@ def model(case, cluster, units):
     return torch.stack(outs)
 
 
-@pytest.mark.parametrize("cluster,units", [(1, 1), (4, 1), (8, 3)])
+@pytest.mark.parametrize("cluster,units", [(1, 1), (8, 3)])
 @pytest.mark.parametrize("spread", [0, 2, 8, 16])
 def test_model_of_the_kernel(cluster, units, spread):
     """Scales relative to the largest of their group lose nothing, be they 2^32 apart: the engine's are at most 2^20."""
