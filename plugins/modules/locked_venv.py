@@ -7,7 +7,8 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: locked_venv
-author: the blackwell.dsv4 authors
+author:
+  - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 version_added: "1.0.0"
 short_description: A virtual environment that is exactly what a hash-locked file says
 description:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: serving_units
-author: the blackwell.dsv4 authors
+author:
+  - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 version_added: "1.0.0"
 short_description: Stop, start, enable and disable several units at once
 description:

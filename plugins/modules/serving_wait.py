@@ -7,7 +7,8 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: serving_wait
-author: the blackwell.dsv4 authors
+author:
+  - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 version_added: "1.0.0"
 short_description: Wait until started units are ready, and fail at once when one can't be
 description:
