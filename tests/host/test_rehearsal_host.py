@@ -5,7 +5,8 @@
     PYTHONPATH=.collections pytest tests/host        (as root; some twenty minutes on two cores)
 
 The tests build on each other: one host lives through all of them, from bare to rolled back. It is a host of its own
-(REHEARSAL_NAME, REHEARSAL_SSH_PORT) beside that of `make rehearse`, and no service is started on it.
+(REHEARSAL_NAME, REHEARSAL_SSH_PORT) beside that of `make rehearse`, and no service is started on it. REHEARSAL_KEEP=1 leaves it
+behind, REHEARSAL_KEEP=reuse goes on with one that was left.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def host(tmp_path_factory):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     machine = Host(tmp_path_factory.mktemp("host"))
-    done = machine.command("up", "--fresh")
+    done = machine.command("up", *([] if os.environ.get("REHEARSAL_KEEP") == "reuse" else ["--fresh"]))
     assert done.returncode == 0, done.stdout + done.stderr
     yield machine
     if not os.environ.get("REHEARSAL_KEEP"):
@@ -332,7 +333,8 @@ def test_the_rollback_brings_the_former_set_back_exactly(host):
 
 @case("DRV-01")
 def test_the_proprietary_flavour_is_found_and_replaced(cases, host):
-    host.shell(f"DEBIAN_FRONTEND=noninteractive apt-get install -y -q --allow-change-held-packages nvidia-kernel-dkms={A}-1 >/dev/null")
+    host.shell("apt-mark unhold nvidia-kernel-open-dkms")
+    host.shell(f"DEBIAN_FRONTEND=noninteractive apt-get install -y -q nvidia-kernel-dkms={A}-1 nvidia-kernel-open-dkms- >/dev/null")
     assert "open kernel module required on Blackwell; found proprietary" in host.play("preflight").flat
     run = host.play("driver")
     assert run.code == 0, run.text
