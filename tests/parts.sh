@@ -2,7 +2,7 @@
 # Run parts of the tests one after the other, stop at the first that fails, and say at the end how long each took.
 # usage: tests/parts.sh PART...   (each a target of the Makefile)
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 times=() code=0
 for part in "$@"; do
   echo "== $part"

@@ -2,7 +2,7 @@
 # The whole main job on the rehearsal host: boot it when it is not there, site.yml, verify.yml, the table.
 # Called by `make rehearse`, with the virtual environment first in PATH. Words after it go to site.yml.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit
 
 step() {
   local began=$SECONDS code=0
