@@ -1,0 +1,505 @@
+#!/usr/bin/env python3
+# Copyright: the blackwell.dsv4 authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Break a served host in many ways and look at what comes back, within how many seconds, and whether anything is lost.
+
+The host is the rehearsal host, served by site.yml. Each fault is followed by the same look: all units active (or the
+state that the fault should leave), the router ready, three probes through it, the release and its files as they were.
+
+    drill.py                      all faults; writes RESULTS.md beside this file
+    drill.py --only kill          faults whose name holds a word; their rows are put into RESULTS.md
+    drill.py --short              the five that molecule's default scenario runs; writes nothing
+    drill.py --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TRIO = ("sglang-dsv4-prefill", "sglang-dsv4-decode", "sglang-dsv4-router")
+SINGLE = "sglang-dsv4"
+SKIPPED_ROLES = "preflight,nvidia_driver,sglang_runtime,kernel_build,model_staging"
+PLAN = "/opt/dsv4/current/plan.json"
+# At these tasks of the cutover the play is killed; it is run again afterwards.
+KILLED_AT = (
+    "Release | Write it",
+    "Cutover | Compare the host with what is wanted",
+    "Cutover | Save the return point",
+    "Cutover | Stop what must not run on",
+    "Cutover | Put the release in place",
+    "Cutover | Have systemd read the units",
+    "Cutover | Start the workers",
+    "Cutover | Wait for the workers",
+    "Cutover | Start the router",
+    "Accept | Close the return point",
+)
+TOOL = {"type": "function", "function": {
+    "name": "get_weather", "description": "Current weather in a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+
+
+class Broken(AssertionError):
+    """What a look found wrong."""
+
+
+class Host:
+    """The rehearsal host: commands by SSH, requests by HTTP, playbooks by ansible."""
+
+    def __init__(self, extra):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blackwell-dsv4"
+        self.ssh = ["ssh", "-i", str(cache / "ssh/id_ed25519"), "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes",
+                    "-o", "UserKnownHostsFile=%s" % (cache / "ssh/known_hosts"), "-o", "GlobalKnownHostsFile=/dev/null",
+                    "-o", "ConnectTimeout=5", "-p", os.environ.get("REHEARSAL_SSH_PORT") or "2222", "root@127.0.0.1"]
+        self.extra = [word for value in extra for word in ("-e", value)]
+        plan = json.loads(self.run("cat " + PLAN))
+        self.url = plan["endpoint"]["url"]
+        self.model = plan["served_model_name"]
+        self.port = plan["endpoint"]["port"]
+
+    def run(self, command, check=True, timeout=120):
+        """The output of a shell command on the host."""
+        result = subprocess.run(self.ssh + [command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
+        if check and result.returncode != 0:
+            raise Broken("%s: %s" % (command, result.stdout.strip()[-300:]))
+        return result.stdout
+
+    def playbook_argv(self, book, *words):
+        return ["ansible-playbook", book, "-i", "inventory/rehearsal"] + self.extra + list(words)
+
+    def playbook(self, book, *words, expect=0, timeout=900):
+        """Run a shipped playbook as an operator would; returns its output."""
+        result = subprocess.run(self.playbook_argv(book, *words), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
+        if expect is not None and (result.returncode == 0) is not (expect == 0):
+            raise Broken("%s ended with %d:\n%s" % (book, result.returncode, result.stdout[-1500:]))
+        return result.stdout
+
+    def states(self, *names):
+        """{unit: (active state, enabled, result)}"""
+        text = self.run("systemctl show --property=Id,ActiveState,UnitFileState,NRestarts %s" % " ".join(
+            "%s.service" % name for name in names or TRIO + (SINGLE,)))
+        found = {}
+        for block in text.strip().split("\n\n"):
+            pairs = dict(line.split("=", 1) for line in block.splitlines())
+            found[pairs["Id"][:-len(".service")]] = (pairs["ActiveState"], pairs["UnitFileState"])
+        return found
+
+    def chat(self, text, timeout=60, **fields):
+        """One question through the public port; returns the message and how it finished."""
+        body = dict({"model": self.model, "temperature": 0, "max_tokens": 1024,
+                     "messages": [{"role": "user", "content": text}]}, **fields)
+        request = urllib.request.Request(self.url + "/v1/chat/completions", json.dumps(body).encode(),
+                                         {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            choice = json.load(answer)["choices"][0]
+        return choice["message"], choice["finish_reason"]
+
+    def stream(self, text="Count to 400", timeout=120):
+        """A long answer as it comes; returns how it ended: complete, error or cut."""
+        body = {"model": self.model, "max_tokens": 4096, "stream": True, "messages": [{"role": "user", "content": text}]}
+        request = urllib.request.Request(self.url + "/v1/chat/completions", json.dumps(body).encode(),
+                                         {"content-type": "application/json"})
+        seen = 0
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                for line in answer:
+                    seen += 1
+                    if line.startswith(b"data: [DONE]"):
+                        return "complete"
+                    if b'"error"' in line:
+                        return "error after %d lines" % seen
+        except (OSError, urllib.error.URLError) as error:
+            return "cut after %d lines (%s)" % (seen, type(error).__name__)
+        return "cut after %d lines" % seen
+
+    def probes(self):
+        """{probe: None or what is wrong} of the three basic probes."""
+        found = {}
+
+        def arithmetic():
+            message, finish = self.chat("What is 17*23? Answer with the number.")
+            return None if "391" in (message["content"] or "") and not message.get("reasoning_content") and finish == "stop" \
+                else "%r, %s" % (message, finish)
+
+        def thinking():
+            message, finish = self.chat("What is 17*23?", chat_template_kwargs={"thinking": True})
+            return None if (message.get("reasoning_content") or "").strip() and "391" in message["content"] \
+                and "think>" not in message["content"] else "%r, %s" % (message, finish)
+
+        def tools():
+            message, finish = self.chat("What is the weather in Paris and in Tokyo?", tools=[TOOL])
+            cities = sorted(json.loads(call["function"]["arguments"]).get("city") for call in message.get("tool_calls") or [])
+            return None if cities == ["Paris", "Tokyo"] and finish == "tool_calls" else "%r, %s" % (message, finish)
+
+        for probe in (arithmetic, thinking, tools):
+            try:
+                found[probe.__name__] = probe()
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                found[probe.__name__] = "%s: %s" % (type(error).__name__, error)
+        return found
+
+    def belongings(self):
+        """What must not be lost: the release and its files, the links, the model, the unit files, the journal's start."""
+        return self.run("readlink /opt/dsv4/current; cd /opt/dsv4/current/ && sha256sum manifest.json units/* libexec/* && "
+                        "sha256sum /etc/systemd/system/sglang-dsv4*.service && ls -ld /opt/dsv4/current/model/ && "
+                        "find -L /opt/dsv4/current/model -type f | sort | xargs ls -l --time-style=+%s")
+
+
+def served(host, limit, began):
+    """Wait until the trio serves again; returns the seconds since the fault, and the probes that pass."""
+    wrong = "nothing seen"
+    while time.monotonic() - began < limit:
+        try:
+            states = host.states()
+            wrong = ", ".join("%s %s %s" % (name, *states[name]) for name in TRIO if states[name] != ("active", "enabled"))
+            if states[SINGLE] != ("inactive", "disabled"):
+                wrong = "%s is %s" % (SINGLE, states[SINGLE])
+            if not wrong:
+                with urllib.request.urlopen(host.url + "/readiness", timeout=5):
+                    pass
+                found = host.probes()
+                wrong = ", ".join("%s: %s" % item for item in found.items() if item[1])
+                if not wrong:
+                    return time.monotonic() - began, sorted(found)
+        except (OSError, Broken, subprocess.TimeoutExpired) as error:
+            wrong = str(error)
+        time.sleep(1)
+    raise Broken("not served again within %d s: %s" % (limit, wrong))
+
+
+class Drill:
+    """The faults, each a generator of one row of the table."""
+
+    def __init__(self, host):
+        self.host = host
+        self.rows = []
+
+    def row(self, name, fault, limit=180, note=None):
+        """Run a fault, look, write the row."""
+        host = self.host
+        before = host.belongings()
+        began = time.monotonic()
+        result = {"fault": name, "seconds": None, "probes": "", "lost": "", "note": "", "ok": False}
+        try:
+            said = fault()
+            result["note"] = said or note or ""
+            result["seconds"], passed = served(host, limit, began)
+            result["probes"] = ", ".join(passed)
+            after = host.belongings()
+            result["lost"] = "nothing" if after == before or getattr(fault, "changes", False) else "files differ"
+            result["ok"] = result["lost"] == "nothing"
+        except (Broken, OSError, subprocess.TimeoutExpired) as error:
+            result["note"] = str(error).strip().replace("\n", " ")[-300:]
+        result["took"] = time.monotonic() - began
+        self.rows.append(result)
+        seconds = "-" if result["seconds"] is None else "%.0f" % result["seconds"]
+        print("%-4s %-58s %6s s  %s" % ("ok" if result["ok"] else "FAIL", name, seconds, result["note"]), flush=True)
+
+    # --- processes
+
+    def kill(self, unit, during_stream):
+        host = self.host
+
+        def fault():
+            said = None
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                if during_stream:
+                    streaming = pool.submit(host.stream)
+                    time.sleep(2)
+                host.run("systemctl kill --signal=KILL --kill-whom=main %s" % unit)
+                if during_stream:
+                    said = "the stream: %s" % streaming.result(timeout=150)
+            return said
+
+        return "kill -9 %s, %s" % (unit.replace("sglang-dsv4-", ""), "during a stream" if during_stream else "idle"), fault
+
+    def kill_rank(self):
+        def fault():
+            self.host.run("pids=$(cat /sys/fs/cgroup/system.slice/sglang-dsv4-decode.service/cgroup.procs 2>/dev/null || "
+                          "systemctl show -P MainPID sglang-dsv4-decode); main=$(systemctl show -P MainPID sglang-dsv4-decode); "
+                          "for p in $(pgrep -P $main); do kill -9 $p; break; done")
+
+        return "kill -9 one rank of decode", fault
+
+    def order(self, stop, start):
+        host = self.host
+
+        def fault():
+            for name in stop:
+                host.run("systemctl stop sglang-dsv4-%s" % name)
+            for name in start:
+                host.run("systemctl start --no-block sglang-dsv4-%s" % name)
+
+        return "stop %s; start %s" % (", ".join(stop), ", ".join(start)), fault
+
+    def stranger(self):
+        host = self.host
+
+        def fault():
+            host.run("systemctl stop sglang-dsv4-router")
+            host.run("systemd-run --unit=drill-stranger --collect python3 -c 'import socket, time; s = socket.socket(); "
+                     "s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind((\"0.0.0.0\", %d)); s.listen(); "
+                     "time.sleep(600)'" % host.port)
+            time.sleep(2)
+            try:
+                host.run("systemctl start --no-block sglang-dsv4-router")
+                output = host.playbook("site.yml", "--skip-tags", SKIPPED_ROLES, expect=1)
+                if "drill-stranger.service" not in output or "is held on" not in output:
+                    raise Broken("the play does not name the stranger: %s" % output[-500:])
+            finally:
+                host.run("systemctl stop drill-stranger", check=False)
+            return "the play names pid and unit of the stranger and changes nothing"
+
+        return "a stranger holds the public port", fault
+
+    # --- releases
+
+    def deploy(self, number, **environment):
+        """The words that make another release: a variable that the engine does not know."""
+        return ["--skip-tags", SKIPPED_ROLES, "-e", json.dumps({"sglang_dsv4_environment": dict(
+            {"DRILL": str(number)}, **environment)})]
+
+    def killed_play(self, number, task):
+        host = self.host
+
+        def fault():
+            process = subprocess.Popen(host.playbook_argv("site.yml", *self.deploy(number)), cwd=ROOT, stdin=subprocess.DEVNULL,
+                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+            reached = False
+            for line in process.stdout:
+                if line.startswith("TASK [") and task in line:
+                    reached = True
+                    # In the middle of the task, as far as its length allows.
+                    time.sleep(0.4)
+                    os.killpg(process.pid, signal.SIGKILL)
+                    break
+            process.wait()
+            if not reached:
+                raise Broken("the play never reached %s" % task)
+            output = host.playbook("site.yml", *self.deploy(number))
+            again = host.playbook("site.yml", *self.deploy(number))
+            if "changed=0" not in again:
+                raise Broken("a further run changes something: %s" % again[-300:])
+            point = json.loads(host.run("cat /var/lib/dsv4/return-point.json"))
+            if point["open"]:
+                raise Broken("the return point is still open")
+            return "run again: rc 0%s; once more: changed=0" % (", went on" if "changed=0" not in output else "")
+
+        fault.changes = True
+        return "the play is killed at \"%s\", run again" % task, fault
+
+    def bad_release(self, name, faults, words, timeout=None):
+        """A release whose decode half is bad: the play ends non-zero and goes back by itself."""
+        host = self.host
+
+        def fault():
+            host.run("mkdir -p /etc/rehearsal; printf '%%s' '%s' > /etc/rehearsal/drill.json" % json.dumps(
+                {"decode": {"faults": faults}}))
+            more = ["-e", json.dumps(timeout)] if timeout else []
+            output = host.playbook("site.yml", *self.deploy(name, REHEARSAL_ENGINE_SETTINGS="/etc/rehearsal/drill.json"),
+                                   *more, expect=1)
+            host.run("rm -f /etc/rehearsal/drill.json")
+            for word in words:
+                if word not in output:
+                    raise Broken("%r is not in the output: %s" % (word, output[-600:]))
+            return "rc non-zero, went back by itself; says %r" % words[0]
+
+        return name, fault
+
+    def disk_full(self):
+        host = self.host
+
+        def fault():
+            host.run("cp -a /opt/dsv4/releases /opt/dsv4/.drill && size=$(du -sk /opt/dsv4/.drill | cut -f 1) && "
+                     "mount -t tmpfs -o size=$((size + 24))k drill /opt/dsv4/releases && cp -a /opt/dsv4/.drill/. /opt/dsv4/releases/")
+            try:
+                output = host.playbook("site.yml", *self.deploy("full"), expect=1)
+                if "No space left" not in output:
+                    raise Broken("the play does not say why: %s" % output[-400:])
+            finally:
+                host.run("umount /opt/dsv4/releases; rm -rf /opt/dsv4/.drill")
+            return "rc non-zero, says that no space is left; what serves was not touched"
+
+        return "the disk is full in the release folder", fault
+
+    def interruption(self):
+        """How long the public port does not answer while another release takes over."""
+        host = self.host
+
+        def fault():
+            gaps, going = [], [True]
+
+            def ask():
+                last = time.monotonic()
+                while going[0]:
+                    try:
+                        if host.chat("What is 17*23?", timeout=10)[1] == "stop":
+                            gaps.append(time.monotonic() - last)
+                            last = time.monotonic()
+                    except (OSError, ValueError, KeyError):
+                        pass
+                    time.sleep(0.2)
+
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                asking = pool.submit(ask)
+                try:
+                    host.playbook("site.yml", *self.deploy("interruption"))
+                    time.sleep(2)
+                finally:
+                    going[0] = False
+                asking.result(timeout=30)
+            load = host.run("for u in sglang-dsv4-prefill sglang-dsv4-decode; do journalctl -u $u -o cat --no-pager | "
+                            "grep -o 'ready after [0-9]* s' | tail -n 1; done")
+            return "%.0f s without an answer; workers: %s" % (max(gaps), ", ".join(load.split("\n")[:2]))
+
+        fault.changes = True
+        return "another release takes over, requests all along", fault
+
+    def there_and_back(self):
+        """A, then B, then rollback_to=previous: A again, file by file."""
+        host = self.host
+
+        def fault():
+            before = host.belongings()
+            host.playbook("site.yml", *self.deploy("there and back"))
+            if host.belongings() == before:
+                raise Broken("release B is release A")
+            host.playbook("rollback.yml", "-e", "rollback_to=previous")
+            if host.belongings() != before:
+                raise Broken("A is not as it was")
+            return "links, units, programs and manifest are equal to the byte"
+
+        return "release B, then rollback_to=previous", fault
+
+    def fallback(self):
+        """The single server and forward again."""
+        host = self.host
+
+        def fault():
+            host.playbook("rollback.yml")
+            states = host.states()
+            if states[SINGLE] != ("active", "enabled") or any(states[name] != ("inactive", "disabled") for name in TRIO):
+                raise Broken("after rollback.yml: %s" % states)
+            wrong = {name: text for name, text in host.probes().items() if text}
+            if wrong:
+                raise Broken("the single server: %s" % wrong)
+            host.playbook("site.yml", "--skip-tags", SKIPPED_ROLES)
+            return "the single server passed the probes, and site.yml rolled forward"
+
+        return "rollback to the fallback, and forward", fault
+
+    def reboot(self):
+        host = self.host
+
+        def fault():
+            boot = host.run("cat /proc/sys/kernel/random/boot_id; systemctl show -P UserspaceTimestampMonotonic; ps -o lstart= -p 1")
+            host.run("systemctl reboot", check=False)
+            time.sleep(2)
+            for unused in range(120):
+                try:
+                    if host.run("cat /proc/sys/kernel/random/boot_id; systemctl show -P UserspaceTimestampMonotonic; ps -o lstart= -p 1",
+                                timeout=10) != boot:
+                        return "all units come up without help"
+                except (Broken, subprocess.TimeoutExpired):
+                    pass
+                time.sleep(1)
+            raise Broken("the host did not come back")
+
+        return "the host reboots", fault
+
+    def faults(self):
+        """Every fault, in the order of the table: (name, function, limit, short)."""
+        names = ("prefill", "decode", "router")
+        for unit in TRIO:
+            for during_stream in (False, True):
+                yield self.kill(unit, during_stream) + (120, unit != TRIO[0] and during_stream)
+        yield self.kill_rank() + (120, True)
+        for first in range(3):
+            for step in (1, 2):
+                order = [names[first], names[(first + step) % 3], names[(first + 2 * step) % 3]]
+                yield self.order(order, order) + (120, first == 2 and step == 1)
+        yield self.order(names, names[::-1]) + (120, False)
+        yield self.stranger() + (300, False)
+        yield self.bad_release("decode is ready and answers garbage", {"garbage": True}, ["Going back to release"]) + (600, True)
+        yield self.bad_release("decode never gets ready", {"never_ready": True}, ["Going back to release", "not ready"],
+                               {"sglang_dsv4_start_timeout": 120, "sglang_dsv4_gpu_wait": 5}) + (900, False)
+        yield self.bad_release("decode ends with a permanent failure", {"start_error": "no_kernel"},
+                               ["Going back to release", "no_kernel_image"]) + (600, False)
+        for number, task in enumerate(KILLED_AT, 1):
+            yield self.killed_play(number, task) + (900, False)
+        yield self.interruption() + (600, False)
+        yield self.there_and_back() + (900, False)
+        yield self.fallback() + (900, False)
+        yield self.disk_full() + (600, False)
+        yield self.reboot() + (300, False)
+
+
+def line_of(row):
+    """A line of the table."""
+    return "| %s | %s | %s | %s | %s |" % (
+        row["fault"], row["probes"] or "**none**", "-" if row["seconds"] is None else "%.0f" % row["seconds"],
+        row["lost"] or "**not looked at**", row["note"].replace("|", "\\|"))
+
+
+def table(names, rows, before):
+    """RESULTS.md: the rows of this run, and of the run before for faults that this one left out."""
+    lines = {line.split(" |")[0][2:]: line for line in before.splitlines() if line.startswith("| ")}
+    lines.update({row["fault"]: line_of(row) for row in rows})
+    shown = [lines[name] for name in names if name in lines]
+    green = sum("**" not in line for line in shown)
+    return "\n".join([
+        "# The drill", "",
+        "Made by `make drill` (molecule/drill/drill.py) on the rehearsal host: real systemd, the real router, the rehearsal engine (it",
+        "loads for 3 s; a worker that ended waits 15 s before it starts again). Seconds run from the fault until the pair serves and all",
+        "three probes pass through the router; rows with a playbook include its runs.", "",
+        "| fault | probes that pass afterwards | seconds | lost | what was seen |", "|---|---|---:|---|---|"] + shown + [
+        "", "%d of %d rows are green." % (green, len(shown)), ""])
+
+
+def main(argv=None):
+    """Drill."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--short", action="store_true", help="five faults")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--results", default=str(HERE / "RESULTS.md"))
+    parser.add_argument("-e", "--extra", action="append", default=[], help="extra variables for the playbooks")
+    given = parser.parse_args(argv)
+    if given.list:
+        for name, *unused in Drill(None).faults():
+            print(name)
+        return 0
+    began = time.monotonic()
+    host = Host(given.extra)
+    served(host, 300, time.monotonic())
+    drill = Drill(host)
+    for name, fault, limit, short in drill.faults():
+        if given.only in name and (short or not given.short):
+            drill.row(name, fault, limit)
+    seconds = int(time.monotonic() - began)
+    if not given.short:
+        results = Path(given.results)
+        before = results.read_text(encoding="utf-8") if results.exists() else ""
+        results.write_text(table([name for name, *unused in drill.faults()], drill.rows, before), encoding="utf-8")
+    bad = [row for row in drill.rows if not row["ok"]]
+    print("drill: %d min %02d s" % (seconds // 60, seconds % 60))
+    print("%d passed, %d failed" % (len(drill.rows) - len(bad), len(bad)))
+    return 1 if bad or not drill.rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
