@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import base64
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -124,6 +125,23 @@ def toolkit_flags(nvcc: pathlib.Path) -> list[str]:
     return []
 
 
+@contextlib.contextmanager
+def build_folder(name: str):
+    """Yields a new folder to compile in, removed afterwards; always the same one unless somebody builds there already.
+
+    nvcc marks names without external linkage with a hash of the source's absolute path.
+    """
+    fixed = pathlib.Path(tempfile.gettempdir()) / f"dsv4-sm120-{os.getuid()}-{name}"
+    try:
+        fixed.mkdir(mode=0o700)
+    except FileExistsError:
+        fixed = pathlib.Path(tempfile.mkdtemp(prefix="dsv4-sm120-"))
+    try:
+        yield fixed
+    finally:
+        shutil.rmtree(fixed, ignore_errors=True)
+
+
 def compile_folder(
     folder: pathlib.Path, out: pathlib.Path, archs: list[str], nvcc: pathlib.Path, cxx: str | None
 ) -> tuple[pathlib.Path, str]:
@@ -131,11 +149,11 @@ def compile_folder(
 
     Raises BuildError with the compiler's output when it fails.
     """
-    # nvcc derives symbol names from the paths it is given, so it is given relative ones in a copy of the tree
-    with tempfile.TemporaryDirectory(prefix="dsv4-") as work:
-        tree = pathlib.Path(work) / "src"
+    with build_folder(folder.name) as work:
+        tree = work / "src"
         shutil.copytree(SOURCE / "csrc", tree / "csrc")
         shutil.copytree(folder, tree / folder.name, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+        (tree / folder.name / "keep").mkdir()
         library = out / f"_dsv4_{folder.name}.so"
         units = sorted(path.name for path in (tree / folder.name).glob("kernel*.cu"))
         report, objects = "", []
@@ -146,7 +164,8 @@ def compile_folder(
         commands = []
         for unit in units:
             objects.append(f"{unit[:-3]}.o")
-            commands.append([str(nvcc), *common, "-c", unit, "-o", objects[-1]])
+            # kept intermediate files have fixed names, which are part of the hash too
+            commands.append([str(nvcc), *common, "--keep", "--keep-dir=keep", "-c", unit, "-o", objects[-1]])
         link = [str(nvcc), *LINK_FLAGS, *toolkit_flags(nvcc), *(["-ccbin", cxx] if cxx else [])]
         for arch in archs:
             link += ["-gencode", ARCHS[arch]]

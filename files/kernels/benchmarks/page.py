@@ -98,7 +98,7 @@ HEAD = """# Benchmarks
 
 Written by `python3 benchmarks/page.py benchmarks/results/h200-selection.md --out BENCHMARKS.md` from one run of
 `{command}`.
-Sparse MLA's figures are in `src/dsv4_sm120/sparse_mla/NOTES.md`.
+Sparse MLA's figures are in `src/dsv4_sm120/sparse_mla/BENCHMARKS.md`.
 
 CUDA-graph replay, L2 emptied before each replay, contestants interleaved, medians, microseconds. Page tables are 512k
 wide (131,072 compressed tokens) in every cell; context 4k, 64k, 512k is 1,024, 16,384, 131,072 compressed tokens;

@@ -128,8 +128,17 @@ def test_ctas_per_sm(registers, threads, smem, ctas):
 
 
 @needs_nvcc
-def test_compiling_twice_gives_the_same_library(tmp_path):
-    folder = build_wheel.SOURCE / "topk"
+def test_compiling_twice_gives_the_same_library(tmp_path, monkeypatch):
+    source = tmp_path / "dsv4_sm120"
+    shutil.copytree(build_wheel.SOURCE / "csrc", source / "csrc")
+    folder = source / "small"
+    folder.mkdir()
+    (folder / "kernel.cu").write_text(
+        '#include "abi.cuh"\nnamespace {\n__device__ const int step = 2;\n__device__ int count;\n__global__ void small_kernel() { count += step; }\n}\n'
+        'DSV4_KERNELS(dsv4::limit<32, 0>("small_kernel"))\n'
+        "DSV4_EXPORT void launch() { small_kernel<<<1, 32>>>(); }\n"
+    )
+    monkeypatch.setattr(build_wheel, "SOURCE", source)
     built = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
