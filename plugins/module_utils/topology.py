@@ -697,8 +697,7 @@ class Topology:
         if everything is None:
             self._add("listeners", V.SKIPPED, "listeners_unreadable", "/proc/net/tcp cannot be read")
             return
-        faults, notes, loose, seen = [], [], 0, []
-        owned = set()
+        faults, notes, loose, seen = [], [], 0, {}
         known = False
         for name in self.active:
             members = self._members(name)
@@ -706,7 +705,6 @@ class Topology:
             inodes = set()
             for pid in members:
                 inodes |= self.host.sockets(pid)
-            owned |= inodes
             planned = self.instances[name].get("listeners") or []
             mine = [s for s in everything if s["inode"] in inodes]
             for one in mine:
@@ -723,7 +721,7 @@ class Topology:
                 elif rule["address"] not in WILDCARD and one["address"] not in WILDCARD and one["address"] != rule["address"] and not loopback:
                     faults.append(("listener_wrong_address", "%s: %s on %s, planned %s" % (name, rule["what"], place, rule["address"])))
                 else:
-                    seen.append(one["port"])
+                    seen.setdefault("%s %s" % (name, rule["what"]), set()).add(one["port"])
             for rule in planned:
                 if rule["what"] in REQUIRED_LISTENERS and members and not self._loading(name) and not any(_in_range(s["port"], rule) for s in mine):
                     taken = any(_in_range(s["port"], rule) for s in everything)
@@ -737,7 +735,8 @@ class Topology:
             return
         if loose:
             notes.append("%d more listeners on loopback, the engines' own" % loose)
-        self._pass("listeners", "ports %s as planned" % ", ".join(str(p) for p in sorted(set(seen))), notes=notes)
+        places = ["%s %s" % (what, next(iter(ports)) if len(ports) == 1 else "%d-%d" % (min(ports), max(ports))) for what, ports in seen.items()]
+        self._pass("listeners", ", ".join(places), notes=notes)
 
     def _check_xid(self):
         facts = self._gpu_facts()
