@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+REPORTS = Path(__file__).resolve().parents[3] / "reports/rehearsal"
 PAIR = ("sglang-dsv4-prefill", "sglang-dsv4-decode", "sglang-dsv4-router")
 FALLBACK = "sglang-dsv4"
 
@@ -101,3 +105,17 @@ def test_secrets_are_not_readable(host):
 def test_permissions_of_system_folders_did_not_change(host, path):
     folder = host.file(path)
     assert (folder.user, folder.group, oct(folder.mode)) == ("root", "root", "0o755")
+
+
+def test_last_verification_went_through_both_halves():
+    newest = max(REPORTS.glob("*/verification.json"), key=lambda path: path.stat().st_mtime)
+    found = json.loads(newest.read_text())
+    assert found["ok"] and found["mode"] == "pd"
+    status = {check["id"]: check["status"] for check in found["checks"]}
+    for check in ("arithmetic.whole", "thinking.whole", "tools.whole", "arithmetic.stream", "thinking.stream", "tools.stream",
+                  "router.workers", "counters.prefill", "counters.decode"):
+        assert status[check] == "pass", check
+
+
+def test_controller_has_a_copy_of_the_findings(host):
+    assert (REPORTS / "FINDINGS.md").read_text() == host.file("/var/lib/dsv4/FINDINGS.md").content_string
