@@ -47,7 +47,8 @@ def run(tmp_path, scenes, *arguments):
         plays.append({
             "name": name, "hosts": "host%d" % number, "gather_facts": False, "connection": "local", "vars": given, "tasks": [{
                 "block": [{"import_role": {"name": "blackwell.dsv4.verification"}}],
-                "rescue": [{"set_fact": {"scene_failed": "{{ ansible_failed_task.name }}: {{ ansible_failed_result.msg | default('?') }}"}, "tags": ["always"]}],
+                "rescue": [{"set_fact": {"scene_failed": "{{ ansible_failed_task.name }}: {{ ansible_failed_result.msg | default('?') }}"},
+                            "tags": ["always"]}],
                 "always": [{"copy": {"content": seen, "dest": str(tmp_path / ("scene%d.json" % number)), "mode": "0600"},
                             "no_log": True, "diff": False, "check_mode": False, "tags": ["always"]}],
             }],
