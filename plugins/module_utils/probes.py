@@ -312,7 +312,7 @@ class Suite:
         for thread in threads:
             thread.join()
 
-    # ------------------------------------------------------- small helpers
+    # -------------------------------------------------- parts of a question
 
     def _send(self, method, path, payload=None, timeout=None, key=True, until=None, client=None):
         exchange = (client or self.client).request(method, path, payload, timeout=timeout, key=key, until=until)
