@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -33,6 +34,7 @@ GPU_UNITS = ("prefill", "decode", "single")
 
 def program(name):
     """A helper program of the units, imported."""
+    sys.path.insert(0, str(LIBEXEC)) if str(LIBEXEC) not in sys.path else None
     for part, path in (("journal_classifier", "journal_classifier"), ("serving_state", "serving_state")):
         sys.modules.setdefault(part, {"journal_classifier": journal_classifier, "serving_state": serving_state}[path])
     specification = importlib.util.spec_from_file_location("libexec_%s" % name, LIBEXEC / ("%s.py" % name))
@@ -198,6 +200,27 @@ def case_fab_07():
             assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     decode = environment_of(unit("decode")[0])
     assert decode["CUDA_VISIBLE_DEVICES"] == ",".join(gpu["uuid"] for gpu in gpus()[4:])
+
+
+def case_fab_11():
+    # Noted while the unit loads, read when it failed: by then nothing of it is in the GPUs any more.
+    readiness, stop_post = program("readiness"), program("stop_post")
+    samples = iter([[0, 0, 0, 0], [93817, 15, 15, 15], [400, 10, 10, 10]])
+    clock = [0.0]
+    with tempfile.TemporaryDirectory() as folder:
+        memory = readiness.Memory(lambda: next(samples), folder, 5.0, lambda: clock[0])
+        for unused in range(3):
+            memory.look()
+            memory.look()
+            clock[0] += 5.0
+        lines = ["Load weight begin.", "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 94.97 GiB"]
+        environment = {"SERVICE_RESULT": "exit-code", "CACHE_DIRECTORY": folder}
+        assert stop_post.main(["--unit", "u", "--folder", folder], environment, lambda *unused: lines, lambda argv: None) == 0
+        written = json.loads(Path(folder, "u.json").read_text())
+        assert written["class"] == "load_not_spread" and "93.8 GiB / 15 MiB x3" in written["what"]
+        assert not Path(folder, ".start-memory.json").exists()
+        assert stop_post.memory_at_start(environment) == []
+    assert "--gpus GPU-" in unit("decode")[0]["ExecStartPost"][0]
 
 
 def case_fab_12():

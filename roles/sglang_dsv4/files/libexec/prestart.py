@@ -22,6 +22,15 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import serving_state  # noqa: E402
 
 
+def ask(query, form="--format=csv,noheader"):
+    """(exit code, output) of nvidia-smi."""
+    try:
+        result = subprocess.run(["nvidia-smi", query, form], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return result.returncode, result.stdout.decode("utf-8", "replace")
+
+
 class Nvml:
     """GPUs by UUID and the processes on them, from nvidia-ml-py or else nvidia-smi."""
 
@@ -37,6 +46,22 @@ class Nvml:
     def read(self):
         """({uuid: [pids]}, "") or ({}, why nothing could be read)."""
         return self._by_library() if self.pynvml else self._by_command()
+
+    def memory(self, uuids):
+        """Memory in use, in MiB, of GPUs in this order; empty when it can't be read."""
+        if self.pynvml:
+            nvml = self.pynvml
+            try:
+                nvml.nvmlInit()
+                try:
+                    return [int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used) >> 20 for uuid in uuids]
+                finally:
+                    nvml.nvmlShutdown()
+            except (nvml.NVMLError, TypeError):
+                return []
+        code, text = ask("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+        used = dict(line.split(", ")[:2] for line in text.splitlines() if ", " in line)
+        return [int(used[uuid]) for uuid in uuids] if code == 0 and all(used.get(uuid, "").isdigit() for uuid in uuids) else []
 
     def _by_library(self):
         nvml = self.pynvml
@@ -64,14 +89,6 @@ class Nvml:
         return found, ""
 
     def _by_command(self):
-        def ask(query):
-            try:
-                result = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, check=False, timeout=60)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                return 1, str(error)
-            return result.returncode, result.stdout.decode("utf-8", "replace")
-
         code, text = ask("--query-gpu=uuid")
         if code != 0:
             return {}, (text.strip().splitlines() or ["nvidia-smi failed"])[0]

@@ -10,12 +10,14 @@ A worker's own /health generates one token, so it may take a while to answer: ea
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 import urllib.error
 import urllib.request
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 def look(url, timeout):
     """(ready, what was seen)"""
@@ -29,6 +31,34 @@ def look(url, timeout):
         return False, str(getattr(error, "reason", error))
 
 
+class Memory:
+    """The fullest moment of the unit's GPUs while it loads: after a failure nothing of it is left to read."""
+
+    NAME = ".start-memory.json"
+
+    def __init__(self, read, folder, every=5.0, clock=time.monotonic):
+        self.read, self.path, self.every, self.clock = read, os.path.join(folder, self.NAME), every, clock
+        self.most, self.next = [], 0.0
+
+    def look(self):
+        """Sample, not too often; keep the fullest."""
+        if self.clock() < self.next:
+            return
+        self.next = self.clock() + self.every
+        used = self.read()
+        if sum(used) > sum(self.most):
+            self.most = used
+            with open(self.path, "w", encoding="utf-8") as stream:
+                json.dump(used, stream)
+
+    def forget(self):
+        """The start went well."""
+        try:
+            os.unlink(self.path)
+        except OSError:
+            pass
+
+
 def gone(pid):
     """Whether the server's process has ended. systemd itself waits for ExecStartPost even then."""
     if not pid:
@@ -40,7 +70,8 @@ def gone(pid):
         return True
 
 
-def wait(url, limit, interval, timeout, say=print, clock=time.monotonic, sleep=time.sleep, once=look, ended=lambda: False):
+def wait(url, limit, interval, timeout, say=print, clock=time.monotonic, sleep=time.sleep, once=look, ended=lambda: False,
+         sample=lambda: None):
     """0 when ready, 1 when the limit passed or the server ended."""
     start = clock()
     said = start
@@ -50,6 +81,7 @@ def wait(url, limit, interval, timeout, say=print, clock=time.monotonic, sleep=t
         if ready:
             say("ready after %.0f s: %s" % (clock() - start, url))
             return 0
+        sample()
         if ended():
             say("the server ended after %.0f s" % (clock() - start))
             return 1
@@ -70,9 +102,20 @@ def main(argv=None):
     parser.add_argument("--interval", type=float, default=1.0)
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one look")
     parser.add_argument("--pid", type=int, default=int(os.environ.get("MAINPID") or 0), help="the server's process")
+    parser.add_argument("--gpus", default="", help="UUIDs, comma between; their memory is noted while the unit loads")
+    parser.add_argument("--nvml-path", action="append", default=[], help="folder (a pattern) with pynvml")
     given = parser.parse_args(argv)
-    return wait(given.url, given.limit, given.interval, given.timeout, ended=lambda: gone(given.pid),
-                say=lambda line: print(line, flush=True))
+    memory = None
+    if given.gpus and os.environ.get("CACHE_DIRECTORY"):
+        import prestart
+
+        reader = prestart.Nvml(given.nvml_path)
+        memory = Memory(lambda: reader.memory(given.gpus.split(",")), os.environ["CACHE_DIRECTORY"].split(":")[0])
+    code = wait(given.url, given.limit, given.interval, given.timeout, ended=lambda: gone(given.pid),
+                say=lambda line: print(line, flush=True), sample=memory.look if memory else lambda: None)
+    if memory and code == 0:
+        memory.forget()
+    return code
 
 
 if __name__ == "__main__":

@@ -32,6 +32,18 @@ def write(folder, unit, answer):
     os.replace(path + ".new", path)
 
 
+def memory_at_start(environment):
+    """What readiness.py noted of the GPUs' memory while the unit loaded, if the start failed."""
+    path = os.path.join(environment.get("CACHE_DIRECTORY", "").split(":")[0], ".start-memory.json")
+    try:
+        with open(path, encoding="utf-8") as stream:
+            used = json.load(stream)
+        os.unlink(path)
+    except (OSError, ValueError):
+        return []
+    return used if isinstance(used, list) and all(isinstance(value, int) for value in used) else []
+
+
 def main(argv=None, environment=None, journal=serving_state.journal, run=subprocess.call):
     """Classify, write, decide."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,7 +60,8 @@ def main(argv=None, environment=None, journal=serving_state.journal, run=subproc
             pass
         return 0
     lines = journal(given.unit, 200, environment.get("INVOCATION_ID", ""))
-    answer = journal_classifier.classify(lines, engine_version=given.engine_version, result=result)
+    answer = journal_classifier.classify(lines, engine_version=given.engine_version, result=result,
+                                         used_mib=memory_at_start(environment))
     answer.update({"unit": given.unit, "result": result, "exit_code": environment.get("EXIT_CODE", ""),
                    "exit_status": environment.get("EXIT_STATUS", ""), "tail": lines[-25:]})
     write(given.folder, given.unit, answer)
