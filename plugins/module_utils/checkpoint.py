@@ -22,7 +22,7 @@ import stat
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import dsv4_layout as layout
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_manifest as manifests
-from ansible_collections.blackwell.dsv4.plugins.module_utils.safetensors_header import HeaderError, read_header
+from ansible_collections.blackwell.dsv4.plugins.module_utils.safetensors_header import HeaderError, read_header, whole
 from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_hash import hash_many
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -355,7 +355,7 @@ def _compare_index(weight_map, total_size, headers, report):
             if weight_map.get(tensor) != shard:
                 report.add("tensor_not_in_index", "%s is there, the index does not say so" % tensor[:120], shard)
     complete = all(shard in headers and not headers[shard].problems for shard in named)
-    if complete and type(total_size) is int and total_size != indexed_total:
+    if complete and whole(total_size) and total_size != indexed_total:
         report.add("total_size_mismatch", "total_size is %d, the tensors have %d bytes" % (total_size, indexed_total), INDEX)
 
 
@@ -518,9 +518,9 @@ def _tokenizer(path, files, config, report):
                         "tokenizer_wrong_token", "%s is %s, DeepSeek-V4 has %d" % (token, ids.get(token), wanted), "tokenizer.json"
                     )
             facts["v3_tool_tokens"] = V3_TOOL_TOKEN in ids
-            numbers = [n for n in ids.values() if type(n) is int]
+            numbers = [n for n in ids.values() if whole(n)]
             vocabulary = config.get("vocab_size") if config else None
-            if type(vocabulary) is int and numbers and max(numbers) >= vocabulary:
+            if whole(vocabulary) and numbers and max(numbers) >= vocabulary:
                 report.add(
                     "tokenizer_vocabulary", "the highest token is %d, vocab_size %d" % (max(numbers), vocabulary), "tokenizer.json"
                 )
@@ -549,7 +549,7 @@ def _generation(path, files, config, report):
     if data is None:
         return {}
     if config and "eos_token_id" in config and "eos_token_id" in data:
-        ours, theirs = ({x} if type(x) is int else set(x) if isinstance(x, list) else set() for x in (config["eos_token_id"], data["eos_token_id"]))
+        ours, theirs = ({x} if whole(x) else set(x) if isinstance(x, list) else set() for x in (config["eos_token_id"], data["eos_token_id"]))
         if not ours & theirs:
             report.add(
                 "generation_config_tokens",

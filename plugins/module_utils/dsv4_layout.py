@@ -54,11 +54,16 @@ FP4_DTYPES = ("I8", "U8", "F4")
 FP4_GROUP = 32
 
 
+def whole(value):
+    """Whether this is an integer; JSON's true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def hash_layers(config):
     """Layers whose experts are chosen by a table over token ids."""
     for key in ("num_hash_layers", "n_hash_layers"):
         value = config.get(key)
-        if type(value) is int and value >= 0:
+        if whole(value) and value >= 0:
             return value
     return 3
 
@@ -67,7 +72,7 @@ def block_size(config):
     """Rows and columns that share one scale of an fp8 weight."""
     quantization = config.get("quantization_config") or {}
     block = quantization.get("weight_block_size") or [128, 128]
-    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+    if isinstance(block, list) and len(block) == 2 and all(whole(n) and n > 0 for n in block):
         return tuple(block)
     return (128, 128)
 
@@ -83,7 +88,7 @@ def config_problems(config):
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         problems.append(("config_key_missing", "config.json lacks %s" % ", ".join(missing)))
-    wrong = [key for key in REQUIRED if key in config and (type(config[key]) is not int or not 0 < config[key] < 1 << 31)]
+    wrong = [key for key in REQUIRED if key in config and (not whole(config[key]) or not 0 < config[key] < 1 << 31)]
     if wrong:
         problems.append(
             ("config_value_invalid", "config.json: %s" % ", ".join("%s=%s" % (key, str(config[key])[:40]) for key in wrong))
@@ -91,12 +96,12 @@ def config_problems(config):
     if missing or wrong:
         return problems
     layers, nextn = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
-    if type(nextn) is not int or not 0 <= nextn < 64:
+    if not whole(nextn) or not 0 <= nextn < 64:
         problems.append(("config_value_invalid", "config.json: num_nextn_predict_layers=%s" % str(nextn)[:40]))
     if layers > 4096 or config["n_routed_experts"] > 65536:
         problems.append(("config_value_invalid", "config.json: %d layers of %d experts" % (layers, config["n_routed_experts"])))
     ratios = config.get("compress_ratios")
-    if not isinstance(ratios, list) or not all(type(r) is int for r in ratios):
+    if not isinstance(ratios, list) or not all(whole(r) for r in ratios):
         problems.append(("config_compress_ratios", "config.json: compress_ratios is not a list of numbers"))
     else:
         if len(ratios) < layers:

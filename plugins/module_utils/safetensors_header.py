@@ -44,6 +44,11 @@ DTYPE_BITS = {
 }
 
 
+def whole(value):
+    """Whether this is an integer; JSON's true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class HeaderError(Exception):
     """The header cannot be used at all. C(code) is stable, C(details) goes into the finding."""
 
@@ -105,12 +110,12 @@ def _check_entry(name, info):
     where = {"tensor": name[:120]}
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return None, ("header_unknown_dtype", "%s: dtype %r is not one of safetensors" % (name[:120], str(dtype)[:40]), where)
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(shape, list) or not all(whole(n) and n >= 0 for n in shape):
         return None, ("header_bad_tensor", "%s: shape %s" % (name[:120], str(shape)[:80]), where)
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
-        or not all(type(n) is int and n >= 0 for n in offsets)
+        or not all(whole(n) and n >= 0 for n in offsets)
         or offsets[0] > offsets[1]
     ):
         return None, ("header_bad_tensor", "%s: data_offsets %s" % (name[:120], str(offsets)[:80]), where)
@@ -139,9 +144,9 @@ def _entries(mapping):
             if (
                 0 <= begin <= end
                 and prod(shape) * bits_of[dtype] == (end - begin) * 8
-                and type(begin) is int
-                and type(end) is int
-                and (not shape or (min(shape) >= 0 and type(shape[0]) is int))
+                and begin.__class__ is int
+                and end.__class__ is int
+                and (not shape or (min(shape) >= 0 and shape[0].__class__ is int))
             ):
                 tensors[name] = (dtype, tuple(shape), begin, end)
                 continue

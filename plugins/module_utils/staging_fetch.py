@@ -173,7 +173,7 @@ class Job:
             and state.get("size") == self.size
             and size == self.size
             and state.get("sha256") == self.wanted.get("sha256")
-            and type(state.get("piece")) is int
+            and isinstance(state.get("piece"), int)
             and state["piece"] > 0
         )
         if usable:

@@ -53,7 +53,7 @@ def safe_path(path):
 
 
 def _entry(size, sha256, git_sha1=None):
-    if size is not None and (type(size) is not int or size < 0):
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
         raise ManifestError("manifest_invalid", "the size %r is not a number of bytes" % (size,))
     entry = {"size": size, "sha256": None}
     if sha256 is not None:

@@ -169,7 +169,7 @@ def main():
         status = load_json(module.params["status_path"], 1 << 20)
         if isinstance(status, dict):
             answer["status"] = status
-            if type(status.get("pid")) is int:
+            if isinstance(status.get("pid"), int):
                 answer["alive"] = os.path.exists("/proc/%d" % status["pid"])
     if module.params["units"]:
         answer["units"] = {name: look_at_unit(module, name) for name in module.params["units"]}

@@ -12,6 +12,7 @@ import os
 import pathlib
 import pwd
 import shutil
+import tempfile
 import time
 
 import pytest
@@ -245,20 +246,23 @@ def case_mdl_07(model):
 def case_mdl_08(model):
     if os.geteuid() != 0:
         pytest.skip("needs root to become another user")
+    # Not below pytest's folder, which it shuts for others again and again.
+    with tempfile.TemporaryDirectory() as open_folder:
+        os.chmod(open_folder, 0o755)
+        rights_as_the_service_user(model, pathlib.Path(open_folder))
+
+
+def rights_as_the_service_user(model, folder):
     user = pwd.getpwnam("nobody")
-    root = model.parent / "models_root"
+    root = folder / "models_root"
     root.mkdir(mode=0o700)
     os.chmod(root, 0o700)
     release = root / "release-a"
-    model.rename(release)
+    shutil.copytree(model, release)
     os.chmod(release, 0o755)
     os.chown(release, user.pw_uid, user.pw_gid)
     shut = "model-00004-of-00004.safetensors"
     os.chmod(release / shut, 0o600)
-    for above in list(root.parents):
-        # pytest keeps its folders for itself; open them so that only the case's own door is shut.
-        if not above.stat().st_mode & 0o001:
-            os.chmod(above, above.stat().st_mode | 0o011)
     result = checkpoint.inspect(str(release), user="nobody")
     assert one(result, "path_not_searchable")["files"] == [str(root)]
     assert one(result, "permission_denied")["files"] == [shut]

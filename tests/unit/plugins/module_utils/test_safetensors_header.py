@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from ansible_collections.blackwell.dsv4.plugins.module_utils.safetensors_header import HeaderError, read_header
 
 
+TWICE = b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"a":{"dtype":"I8","shape":[8],"data_offsets":[0,8]}}'
+
+
 def shard(path, header, data=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
@@ -87,9 +90,7 @@ def test_each_fault_has_its_code(tmp_path, header, data, code):
         (b"<html><body>Please log in</body></html>", "header_length_invalid"),
         ((200000).to_bytes(8, "little") + b"[" * 200000, "header_not_json"),
         (
-            (lambda t: len(t).to_bytes(8, "little") + t + b"\0" * 8)(
-                b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"a":{"dtype":"I8","shape":[8],"data_offsets":[0,8]}}'
-            ),
+            len(TWICE).to_bytes(8, "little") + TWICE + b"\0" * 8,
             "header_duplicate_tensor",
         ),
     ],
@@ -145,4 +146,4 @@ def test_no_header_gives_a_traceback(tmp_path_factory, header, size):
         assert exc.code
         return
     for dtype, shape, begin, end in found.tensors.values():
-        assert isinstance(dtype, str) and 0 <= begin <= end and all(type(n) is int for n in shape)
+        assert isinstance(dtype, str) and 0 <= begin <= end and all(isinstance(n, int) for n in shape)

@@ -33,10 +33,10 @@ def load(name, path):
 
 bad_mirror = load("bad_mirror", "tests/support/bad_mirror.py")
 
-# Each fault once in so many requests. Corrupt bytes cost a whole file, so they are the rarest.
+# Each fault once in so many requests; corrupt bytes, which cost a whole file, come twice for certain.
 ODDS = {
     "cut": 12, "ignore_range": 30, "changed": 30, "html": 30, "slow_down": 30, "stall": 60, "wrong_length": 30,
-    "corrupt": 60, "server_error": 30, "drop": 30, "wrong_range": 30, "short": 30,
+    "corrupt": 200, "server_error": 30, "drop": 30, "wrong_range": 30, "short": 30,
 }
 
 
@@ -50,6 +50,8 @@ def trial(tmp_path, kills, total, seed):
     manifest = {name: {"size": pattern.size(), "sha256": pattern.sha256()} for name, pattern in files.items()}
 
     def plan(path, number, request):
+        if number == 3 and path in ("model-00002-of-00006.safetensors", "model-00005-of-00006.safetensors"):
+            return "corrupt"
         for fault, odds in ODDS.items():
             if chance.random() < 1.0 / odds:
                 return fault
