@@ -55,7 +55,7 @@ lint: venv
 	$(IN_VENV) ruff check --quiet --no-cache --select E9,F,W --exclude .collections .
 
 unit: venv
-	$(IN_VENV) PYTHONPATH=.collections python -m pytest -q tests/unit
+	$(IN_VENV) python -m pytest -q tests/unit files/kernels
 
 # nvcc comes from PyPI, as on a host without a toolkit, in an environment of its own.
 NVCC := $(CACHE)/nvcc/$(shell { $(PYTHON) -V; cat files/requirements/kernel-build.txt; } 2>/dev/null | sha256sum | cut -c 1-12)
