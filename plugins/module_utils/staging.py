@@ -235,7 +235,7 @@ class Staging:
             job = fetching.Job(fetcher, path, dict(files[path], size=sizes[path] or 0))
             state = manifests.load_json(job.state_path)
             try:
-                # Only a part that open() takes as it is: planning changes nothing.
+                # Only a part that open() leaves as it is: planning changes nothing.
                 if isinstance(state, dict) and state.get("size") == job.size == os.path.getsize(job.part):
                     job.open()
                     have += job.have()

@@ -119,6 +119,7 @@ class Job:
         self.source_label = None
         self.flips = 0
         self.settled = False
+        self.growing = False
         self.failure = None
         self.setbacks = 0
         self.not_before = 0.0
@@ -171,7 +172,8 @@ class Job:
             isinstance(state, dict)
             and state.get("path") == self.path
             and state.get("size") == self.size
-            and size == self.size
+            # What a child fills grows from the front; everything else has its final size from the start.
+            and (size == self.size or state.get("growing") is True and size < self.size)
             and state.get("sha256") == self.wanted.get("sha256")
             and isinstance(state.get("piece"), int)
             and state["piece"] > 0
@@ -184,7 +186,9 @@ class Job:
             self.piece = state["piece"]
             self.count = -(-self.size // self.piece)
             if len(present) == (self.count + 7) // 8:
-                self.states = bytearray(DONE if present[i >> 3] >> (i & 7) & 1 else FREE for i in range(self.count))
+                self.states = bytearray(
+                    DONE if present[i >> 3] >> (i & 7) & 1 and self.piece_end(i) <= size else FREE for i in range(self.count)
+                )
                 self.durable = bytearray(1 if s == DONE else 0 for s in self.states) if state.get("boot") != self.fetcher.boot else bytearray(self.count)
                 self.left = self.count - self.states.count(DONE)
                 self.validator = state.get("validator") if isinstance(state.get("validator"), str) else None
@@ -212,6 +216,7 @@ class Job:
             "validator": self.validator,
             "source": self.source_label,
             "boot": self.fetcher.boot,
+            "growing": self.growing,
             "done": bits(self.states, DONE),
             "durable": bits(self.durable, 1),
         }
@@ -317,6 +322,7 @@ class Fetcher:
         self.started = time.monotonic()
         self.start_have = 0
         self.error = None
+        self.lock_descriptor = None
         self._status_thread = None
         self._ended = threading.Event()
 
@@ -427,12 +433,12 @@ class Fetcher:
         """
         self._directory(self.dest)
         os.makedirs(self.work, mode=0o700, exist_ok=True)
-        lock = os.open(os.path.join(self.work, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = self.lock_descriptor = os.open(os.path.join(self.work, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:
-                raise FetchFailed("busy", "another transfer into %s is running" % self.dest) from exc
+                raise FetchFailed("busy", "another transfer into %s is running, or an rsync of one that was killed" % self.dest) from exc
             self._sweep()
             self._status_thread = threading.Thread(target=self._write_status_loop, daemon=True)
             self._status_thread.start()
@@ -488,6 +494,7 @@ class Fetcher:
             for job in open_jobs:
                 job.failure, job.setbacks, job.not_before, job.corrupt, job.lanes = None, 0, 0.0, 0, 0
                 job.max_lanes = job.lanes_allowed()
+                job.growing = False
             self.source = source
             self.pause_until = self.paused_for = 0.0
             if source.kind == "rsync":
@@ -1033,8 +1040,10 @@ class Fetcher:
                 if plain or (job.source_label not in (None, source.label) and not job.wanted.get("sha256")):
                     start = 0
                 job.restart()
+                job.growing = True
                 job.source_label = source.label
                 os.ftruncate(job.descriptor, start)
+                self._grown(job, start)
             try:
                 if start < job.size or job.size == 0:
                     self._rsync_child(source, job, start, plain)
@@ -1068,7 +1077,8 @@ class Fetcher:
                 stderr=subprocess.PIPE,
                 env=environment,
                 start_new_session=True,
-                close_fds=True,
+                # The lock goes along: a child that outlives a killed parent keeps others away from its part.
+                pass_fds=(self.lock_descriptor,),
             )
         except OSError as exc:
             raise SourceError("rsync_missing", "%s cannot be started: %s" % (argv[0], exc.strerror)) from exc

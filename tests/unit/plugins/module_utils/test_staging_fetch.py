@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -730,6 +731,12 @@ if mode == "stall" and not os.environ.get("STAGING_PLAIN"):
     out.write(data[start:int(len(data) * 0.97)])
     out.flush()
     time.sleep(300)
+if mode == "slow":
+    for position in range(start, len(data), 20000):
+        out.write(data[position:position + 20000])
+        out.flush()
+        time.sleep(0.05)
+    sys.exit(0)
 if mode == "fail":
     sys.stderr.write("rsync: connection unexpectedly closed\\n")
     sys.exit(12)
@@ -781,6 +788,53 @@ def test_rsync_resumes_and_is_not_believed(tmp_path):
     run.run()
     same(tmp_path / "to2", files)
     assert run.events.counts["checksum_mismatch"] >= 3
+
+
+def test_rsync_that_was_stopped_goes_on_where_it_was(tmp_path):
+    files = {"x.bin": noise("x", 1 << 20)}
+    tree(tmp_path / "from", files)
+    slow = staging_fetch.RsyncSource(str(tmp_path / "from"), program=fake_rsync(tmp_path, "slow"))
+    stop = threading.Event()
+    run = fetcher(tmp_path / "to", manifest_of(files), [slow], stop=stop)
+    threading.Timer(1.2, stop.set).start()
+    with pytest.raises(staging_fetch.Interrupted):
+        run.run()
+    good = staging_fetch.RsyncSource(str(tmp_path / "from"), program=fake_rsync(tmp_path, "good"))
+    counters = fetcher(tmp_path / "to", manifest_of(files), [good]).run()
+    same(tmp_path / "to", files)
+    assert counters["resumed_bytes"] > 0 and counters["refetched_bytes"] < CHUNK
+    # A source of another kind goes on with it as well.
+    stop = threading.Event()
+    threading.Timer(1.2, stop.set).start()
+    with pytest.raises(staging_fetch.Interrupted):
+        fetcher(tmp_path / "to2", manifest_of(files), [slow], stop=stop).run()
+    counters = fetcher(tmp_path / "to2", manifest_of(files), [staging_sources.DirectorySource(str(tmp_path / "from"))]).run()
+    same(tmp_path / "to2", files)
+    assert counters["resumed_bytes"] > 0 and counters["refetched_bytes"] < CHUNK
+
+
+def test_an_orphaned_child_keeps_others_away_from_its_part(tmp_path):
+    files = {"x.bin": noise("x", 600000)}
+    tree(tmp_path / "from", files)
+    work = tmp_path / "to" / manifests.WORK_DIR
+    work.mkdir(parents=True)
+    run = fetcher(tmp_path / "to", manifest_of(files), [])
+    run.lock_descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(run.lock_descriptor, fcntl.LOCK_EX)
+    source = staging_fetch.RsyncSource(str(tmp_path / "from"), program=fake_rsync(tmp_path, "slow"))
+    job = staging_fetch.Job(run, "x.bin", manifest_of(files)["x.bin"])
+    job.open()
+    thread = threading.Thread(target=run._rsync_child, args=(source, job, 0, False))
+    thread.start()
+    while not (tmp_path / "log").exists():
+        time.sleep(0.02)
+    os.close(run.lock_descriptor)  # as a kill of the parent does; the child holds its copy
+    with pytest.raises(staging_fetch.FetchFailed) as caught:
+        fetcher(tmp_path / "to", manifest_of(files), [source]).run()
+    assert caught.value.code == "busy"
+    thread.join()
+    fetcher(tmp_path / "to", manifest_of(files), [source]).run()
+    same(tmp_path / "to", files)
 
 
 def test_a_failing_rsync_gives_its_last_words_and_the_next_source_is_asked(tmp_path):
