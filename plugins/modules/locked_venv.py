@@ -24,6 +24,7 @@ attributes:
   diff_mode:
     support: full
   platform:
+    support: full
     platforms: posix
 options:
   lock:
@@ -55,14 +56,12 @@ options:
   index_url:
     description: Address of the package index; pip's default when it is left out.
     type: str
-    no_log: true
   ca_bundle:
     description: File with the certificates that the index or a proxy is trusted by.
     type: path
   proxy:
     description: Proxy for the index.
     type: str
-    no_log: true
   require_hashes:
     description: Refuse a lock that has a line without a hash.
     type: bool

@@ -23,6 +23,7 @@ attributes:
   diff_mode:
     support: full
   platform:
+    support: full
     platforms: posix
 options:
   path:

@@ -21,6 +21,7 @@ attributes:
   diff_mode:
     support: N/A
   platform:
+    support: full
     platforms: posix
 options:
   root:

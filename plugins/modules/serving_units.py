@@ -24,6 +24,7 @@ attributes:
   diff_mode:
     support: full
   platform:
+    support: full
     platforms: posix
 options:
   stopped:

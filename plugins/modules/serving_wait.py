@@ -23,6 +23,7 @@ attributes:
   diff_mode:
     support: N/A
   platform:
+    support: full
     platforms: posix
 options:
   units:
