@@ -114,6 +114,7 @@ class Job:
         self.descriptor = None
         self.lanes = 0
         self.max_lanes = self.lanes_allowed()
+        self.no_ranges = False
         self.generation = 0
         self.validator = None
         self.source_label = None
@@ -231,7 +232,7 @@ class Job:
 
     def claim(self):
         """Take the longest useful run of free pieces; returns (first, behind last) or None."""
-        limit = PIECES_PER_CHUNK if self.max_lanes > 1 else self.count
+        limit = self.count if self.no_ranges else PIECES_PER_CHUNK
         first = self.states.find(FREE)
         if first < 0:
             return None
@@ -494,7 +495,7 @@ class Fetcher:
             for job in open_jobs:
                 job.failure, job.setbacks, job.not_before, job.corrupt, job.lanes = None, 0, 0.0, 0, 0
                 job.max_lanes = job.lanes_allowed()
-                job.growing = False
+                job.growing = job.no_ranges = False
             self.source = source
             self.pause_until = self.paused_for = 0.0
             if source.kind == "rsync":
@@ -696,7 +697,7 @@ class Fetcher:
                 if reply.whole:
                     if position:
                         with job.lock:
-                            job.max_lanes = 1
+                            job.max_lanes, job.no_ranges = 1, True
                         self._skip(job, reply, position, view, generation)
                     end = job.size
                 with job.lock:
