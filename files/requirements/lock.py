@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # Copyright: the blackwell.dsv4 authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
@@ -7,9 +6,9 @@
 One lock serves Linux x86-64 with Python 3.11, 3.12 and 3.13; where versions differ a marker says so. Only metadata
 is fetched. Needs uv (python -m pip install uv).
 
-    files/requirements/lock.py                  all locks anew, versions kept where they still fit
-    files/requirements/lock.py --upgrade router newest versions for one of them
-    files/requirements/lock.py --check          exit 1 when a lock does not hold what its .in asks for
+    python3 files/requirements/lock.py                  all locks anew, versions kept where they still fit
+    python3 files/requirements/lock.py --upgrade router newest versions for one of them
+    python3 files/requirements/lock.py --check          exit 1 when a lock does not hold what its .in asks for
 """
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # Copyright: the blackwell.dsv4 authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
@@ -7,10 +6,10 @@
 The host is the rehearsal host, served by site.yml. Each fault is followed by the same look: all units active (or the
 state that the fault should leave), the router ready, three probes through it, the release and its files as they were.
 
-    drill.py                      all faults; writes RESULTS.md beside this file
-    drill.py --only kill          faults whose name holds a word; their rows are put into RESULTS.md
-    drill.py --short              the five that molecule's default scenario runs; writes nothing
-    drill.py --list
+    python3 drill.py                      all faults; writes RESULTS.md beside this file
+    python3 drill.py --only kill          faults whose name holds a word; their rows are put into RESULTS.md
+    python3 drill.py --short              the five that molecule's default scenario runs; writes nothing
+    python3 drill.py --list
 """
 
 from __future__ import annotations
@@ -465,9 +464,10 @@ def table(names, rows, before):
     green = sum("**" not in line for line in shown)
     return "\n".join([
         "# The drill", "",
-        "Made by `make drill` (molecule/drill/drill.py) on the rehearsal host: real systemd, the real router, the rehearsal engine (it",
-        "loads for 3 s; a worker that ended waits 15 s before it starts again; each fault has the whole start limit before it). Seconds run from the fault until the pair serves and all",
-        "three probes pass through the router; rows with a playbook include its runs.", "",
+        "Made by `make drill` (molecule/drill/drill.py) on the rehearsal host: real systemd, the real router, the rehearsal engine",
+        "(it loads for 3 s; a worker that ended waits 15 s before it starts again). Each fault has the units' whole start limit",
+        "before it. Seconds run from the fault until the pair serves and all three probes pass through the router; rows with a",
+        "playbook include its runs.", "",
         "| fault | probes that pass afterwards | seconds | lost | what was seen |", "|---|---|---:|---|---|"] + shown + [
         "", "%d of %d rows are green." % (green, len(shown)), ""])
 
