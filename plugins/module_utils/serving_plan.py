@@ -495,7 +495,7 @@ def _check_extra(name, instance, gpus, options, findings):
                          % (whole, value), "Use one of %s." % ", ".join(MOE_RUNNERS_SAFE))
         for wanted in ((whole, value), (whole, None), ("--moe-runner-backend", value)):
             if whole in MOE_RUNNER_FLAGS + ("--dsv4-attn-backend", "--enable-deepseek-v4-fp4-indexer") \
-                    and wanted in DATACENTER_ONLY and capability.split(".")[0] != "10":
+                    and wanted in DATACENTER_ONLY and capability.partition(".")[0] != "10":
                 findings.add("extra.capability", variable,
                              "%s (%s): option needs compute capability 10.x; host is %s"
                              % (" ".join([flag] + values), DATACENTER_ONLY[wanted], capability or "unknown"),
@@ -843,7 +843,7 @@ def _worker_argv(instance, binding, topology, options, engine, model_path):
 
 def needs_chat_template(engine_version):
     """Whether an engine of this version needs our jinja template to render prompts."""
-    version = str(engine_version).split("+")[0]
+    version = str(engine_version).partition("+")[0]
     best = max((known for known in CHAT_TEMPLATE_BY_ENGINE if version.startswith(known)), key=len, default=None)
     return CHAT_TEMPLATE_BY_ENGINE[best] if best is not None else False
 
