@@ -3,10 +3,13 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """How fast staging is on this machine, as ratios within one run.
 
-    staging.py [--folder DIR] [--verify-bytes N] [--stage-bytes N] [--rounds N] [--json FILE]
+    python3 tests/perf/staging.py [--folder DIR] [--only stage|verify] [--verify-bytes N] [--stage-bytes N] [--rounds N] [--json FILE]
 
-Each figure is the median of the rounds of ours over the median of theirs, measured in turn so that a busy
-machine slows both.
+Each figure is the median of theirs over the median of the rounds of ours, measured in turn so that a busy
+machine slows both. Where others want the processors too, the kernel gives each session the same share and two
+threads gain nothing over one; then give this session the right of way for the minute that it takes:
+
+    setsid sh -c 'echo -20 > /proc/self/autogroup; exec python3 tests/perf/staging.py --folder /dev/shm'
 
 * verify: deep verification of several files against one C(openssl dgst -sha256) that reads the same files
 * stage: staging from a server on the loopback, writing to disk, against C(curl) piped into C(openssl dgst -sha256), which writes nothing
@@ -173,25 +176,30 @@ def main():
     parser.add_argument("--verify-bytes", type=int, default=8 << 30)
     parser.add_argument("--stage-bytes", type=int, default=4 << 30)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=("stage", "verify"))
     parser.add_argument("--json")
     arguments = parser.parse_args()
     figures = {"cores": len(os.sched_getaffinity(0)), "rounds": arguments.rounds}
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="staging-perf-") as name:
         folder = pathlib.Path(name)
-        small = stage(folder, 64 << 20, 1, count=1)[2]
-        large = stage(folder, 2 << 30, 1, count=1)[2]
-        figures["memory_mib"] = {"64 MiB file": round(small / 1024, 1), "2 GiB file": round(large / 1024, 1)}
-        PROCESSOR.clear()
-        ours, theirs, peak = stage(folder, arguments.stage_bytes, arguments.rounds)
-        figures["memory_mib"]["several files"] = round(peak / 1024, 1)
-        figures["stage"] = figure(arguments.stage_bytes, ours, theirs, "stage", 0.8)
-        ours, theirs = verify(folder, arguments.verify_bytes, arguments.rounds)
-        figures["verify"] = figure(arguments.verify_bytes, ours, theirs, "verify", 1.8)
+        if arguments.only != "verify":
+            small = stage(folder, 64 << 20, 1, count=1)[2]
+            large = stage(folder, 2 << 30, 1, count=1)[2]
+            PROCESSOR.clear()
+            ours, theirs, peak = stage(folder, arguments.stage_bytes, arguments.rounds)
+            figures["stage"] = figure(arguments.stage_bytes, ours, theirs, "stage", 0.8)
+            figures["memory_mib"] = {
+                "64 MiB file": round(small / 1024, 1), "2 GiB file": round(large / 1024, 1), "several files": round(peak / 1024, 1),
+            }
+        if arguments.only != "stage":
+            ours, theirs = verify(folder, arguments.verify_bytes, arguments.rounds)
+            figures["verify"] = figure(arguments.verify_bytes, ours, theirs, "verify", 1.8)
     text = json.dumps(figures, indent=1)
     print(text)
     if arguments.json:
         pathlib.Path(arguments.json).write_text(text + "\n")
-    met = figures["stage"]["ratio"] >= 0.8 and figures["verify"]["ratio"] >= 1.8 and max(figures["memory_mib"].values()) < 150
+    met = all(figures[name]["ratio"] >= figures[name]["bar"] for name in ("stage", "verify") if name in figures)
+    met = met and max(figures.get("memory_mib", {"": 0}).values()) < 150
     print("bars %s" % ("met" if met else "NOT met"))
     return 0 if met else 1
 
