@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -63,8 +62,9 @@ class Play(threading.Thread):
         playbook.write_text(json.dumps([{"hosts": "dsv4", "gather_facts": False, "vars": variables, "tasks": tasks}]))
         start = time.monotonic()
         program = pathlib.Path(sys.executable).with_name("ansible-playbook")
+        argv = [str(program) if program.exists() else "ansible-playbook", "-i", str(ROOT / "inventory/rehearsal"), "-e", "@" + str(secret)]
         done = subprocess.run(
-            [str(program) if program.exists() else "ansible-playbook", "-i", str(ROOT / "inventory/rehearsal"), "-e", "@" + str(secret), *self.options, str(playbook)],
+            [*argv, *self.options, str(playbook)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, check=False,
         )
         self.seconds, self.code, self.text = time.monotonic() - start, done.returncode, done.stdout.decode()
