@@ -266,7 +266,8 @@ def prunable(root, keep, protected):
     guarded = {name for name in protected if name} | {linked(root, "current"), linked(root, "previous")}
     removable = [name for name in names if name not in guarded]
     spare = max(0, keep - len([name for name in names if name in guarded]))
-    gone = removable[:len(removable) - spare] if spare else removable
+    # Oldest first; more room than releases leaves all of them.
+    gone = removable[:max(0, len(removable) - spare)]
     used = set()
     for name in names:
         if name not in gone:
