@@ -3,8 +3,9 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Make or check the locks of this folder: NAME.in -> NAME.txt, every file of every package by sha256.
 
-One lock serves Linux x86-64 with Python 3.11, 3.12 and 3.13; where versions differ a marker says so. Only metadata
-is fetched. Needs uv (python -m pip install uv).
+One lock serves Linux x86-64 with Python 3.11, 3.12 and 3.13; where versions differ a marker says so. NAME.overrides, for
+NAME and NAME-*, says where a requirement of a requirement does not hold. Only metadata is fetched. Needs uv
+(python -m pip install uv).
 
     python3 files/requirements/lock.py                  all locks anew, versions kept where they still fit
     python3 files/requirements/lock.py --upgrade router newest versions for one of them
@@ -44,6 +45,9 @@ def compile_lock(name, upgrade):
         argv = command + ["pip", "compile", str(HERE / (name + ".in")), "--universal", "--python-version", PYTHON,
                           "--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url",
                           "--quiet", "-o", str(result)]
+        overrides = HERE / (name.split("-")[0] + ".overrides")
+        if overrides.exists():
+            argv += ["--override", str(overrides)]
         if upgrade:
             argv.append("--upgrade")
         subprocess.run(argv, check=True, cwd=folder)

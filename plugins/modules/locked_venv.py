@@ -66,6 +66,11 @@ options:
     description: Refuse a lock that has a line without a hash.
     type: bool
     default: true
+  missing_ok:
+    description: Packages that a requirement names and that the lock leaves out on purpose.
+    type: list
+    elements: str
+    default: []
   probe:
     description:
       - Python code that the finished environment runs. Its last line of output is JSON; it is kept in the marker and
@@ -147,6 +152,7 @@ def main():
             "ca_bundle": {"type": "path"},
             "proxy": {"type": "str", "no_log": True},
             "require_hashes": {"type": "bool", "default": True},
+            "missing_ok": {"type": "list", "elements": "str", "default": []},
             "probe": {"type": "str", "default": ""},
             "log": {"type": "path"},
         },
@@ -189,7 +195,8 @@ def main():
         marker = logic.build(
             path, key, given["lock"], given["python"], version, wheels=given["wheels"],
             wheel_dir=given["wheel_dir"] or "", index_url=given["index_url"] or "",
-            ca_bundle=given["ca_bundle"] or "", proxy=given["proxy"] or "", probe=given["probe"], log=given["log"])
+            ca_bundle=given["ca_bundle"] or "", proxy=given["proxy"] or "", probe=given["probe"],
+            missing_ok=given["missing_ok"], log=given["log"])
     except (logic.VenvError, OSError, ValueError) as error:
         module.fail_json(msg=str(error), tail=getattr(error, "tail", "")[-3000:], **answer)
     module.exit_json(changed=True, diff=difference, packages=marker["packages"], facts=marker["facts"], **answer)

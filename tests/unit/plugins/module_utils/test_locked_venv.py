@@ -148,6 +148,22 @@ def test_pips_failures_in_one_sentence(output, word):
     assert word in logic.explain(output)
 
 
+def test_pip_check_and_what_is_left_out_on_purpose(tmp_path):
+    output = "sglang 0.5.23 requires outlines, which is not installed.\nx 1 has requirement y==2, but you have y 3.\n"
+    assert logic.check_problems(output, ["Outlines"]) == ["x 1 has requirement y==2, but you have y 3."]
+    assert len(logic.check_problems(output)) == 2
+    path = str(tmp_path / "engine-1")
+
+    class Incomplete(Runner):
+        def __call__(self, argv, environment, log=None):
+            answer = super().__call__(argv, environment, log)
+            return (1, output.splitlines()[0]) if argv[-1] == "check" else answer
+
+    with pytest.raises(logic.VenvError, match="requires outlines"):
+        logic.build(path, "k", LOCK, "python3", "3.13", run=Incomplete(path))
+    assert logic.build(path, "k", LOCK, "python3", "3.13", missing_ok=["outlines"], run=Incomplete(path))
+
+
 def test_an_interpreter_that_is_not_there():
     with pytest.raises(logic.VenvError, match="does not run"):
         logic.python_version("/nonexistent/python")
