@@ -428,7 +428,7 @@ class Drill:
         names = ("prefill", "decode", "router")
         for unit in TRIO:
             for during_stream in (False, True):
-                yield self.kill(unit, during_stream) + (120, unit != TRIO[0] and during_stream)
+                yield self.kill(unit, during_stream) + (120, during_stream)
         yield self.kill_rank() + (120, True)
         for first in range(3):
             for step in (1, 2):
@@ -436,7 +436,7 @@ class Drill:
                 yield self.order(order, order) + (120, first == 2 and step == 1)
         yield self.order(names, names[::-1]) + (120, False)
         yield self.stranger() + (300, False)
-        yield self.bad_release("decode is ready and answers garbage", {"garbage": True}, ["Going back to release"]) + (600, True)
+        yield self.bad_release("decode is ready and answers garbage", {"garbage": True}, ["Going back to release"]) + (600, False)
         yield self.bad_release("decode never gets ready", {"never_ready": True}, ["Going back to release", "not ready"],
                                {"sglang_dsv4_start_timeout": 120, "sglang_dsv4_gpu_wait": 5}) + (900, False)
         yield self.bad_release("decode ends with a permanent failure", {"start_error": "no_kernel"},
