@@ -223,7 +223,8 @@ class HttpSource:
         if proxy:
             try:
                 self.proxy = urllib.parse.urlsplit(proxy if "://" in proxy else "http://" + proxy)
-                dummy = self.proxy.port
+                # Reading the port is what finds a malformed one.
+                self.proxy_port = self.proxy.port or 3128
             except ValueError as exc:
                 raise SourceError("source_invalid", "the proxy is malformed") from exc
             if self.proxy.scheme != "http" or not self.proxy.hostname:
@@ -255,13 +256,13 @@ class HttpSource:
         proxy = self.proxy
         if scheme == "https":
             connection = http.client.HTTPSConnection(
-                proxy.hostname if proxy else host, (proxy.port or 3128) if proxy else port, timeout=self.timeout, context=self.context
+                proxy.hostname if proxy else host, self.proxy_port if proxy else port, timeout=self.timeout, context=self.context
             )
             if proxy:
                 connection.set_tunnel(host, port, headers=self._proxy_headers())
         else:
             connection = http.client.HTTPConnection(
-                proxy.hostname if proxy else host, (proxy.port or 3128) if proxy else port, timeout=self.timeout
+                proxy.hostname if proxy else host, self.proxy_port if proxy else port, timeout=self.timeout
             )
         pool[key] = connection
         return connection, key
