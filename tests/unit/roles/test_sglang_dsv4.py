@@ -330,7 +330,7 @@ def case_svc_01():
 def case_svc_02():
     for name in GPU_UNITS:
         directives, unused = unit(name)
-        assert directives["KillMode"] == ["control-group"] and int(directives["TimeoutStopSec"][0]) > 90
+        assert directives["KillMode"] == ["mixed"] and int(directives["TimeoutStopSec"][0]) > 90
         assert directives["ExecStartPre"][1].startswith("+/usr/bin/python3 -B @RELEASE@/libexec/prestart.py")
     prestart = program("prestart")
     wanted = [gpu["uuid"] for gpu in gpus()[4:]]
