@@ -207,7 +207,8 @@ class HttpSource:
     def __init__(self, url, token=None, ca_bundle=None, proxy=None, timeout=60.0, sums="SHA256SUMS"):
         try:
             parts = urllib.parse.urlsplit(url)
-            dummy = parts.port
+            # Reading the port is what finds a malformed one.
+            self.origin = self._origin(parts)
         except ValueError as exc:
             raise SourceError("source_invalid", "the address of a source is malformed: %s" % exc) from exc
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -229,7 +230,6 @@ class HttpSource:
                 raise SourceError("source_invalid", "the proxy is malformed") from exc
             if self.proxy.scheme != "http" or not self.proxy.hostname:
                 raise SourceError("source_invalid", "the proxy must be an http address")
-        self.origin = self._origin(parts)
         try:
             self.context = ssl.create_default_context(cafile=ca_bundle or None)
         except (OSError, ssl.SSLError) as exc:
