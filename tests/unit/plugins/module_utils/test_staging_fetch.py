@@ -824,6 +824,7 @@ def test_an_orphaned_child_keeps_others_away_from_its_part(tmp_path):
     source = staging_fetch.RsyncSource(str(tmp_path / "from"), program=fake_rsync(tmp_path, "slow"))
     job = staging_fetch.Job(run, "x.bin", manifest_of(files)["x.bin"])
     job.open()
+    os.ftruncate(job.descriptor, 0)  # as _rsync_one does: a child appends to what is there
     thread = threading.Thread(target=run._rsync_child, args=(source, job, 0, False))
     thread.start()
     while not (tmp_path / "log").exists():
