@@ -45,7 +45,7 @@ rehearse-down:
 
 # --- the tests ------------------------------------------------------------------------------------------------
 
-PARTS := lint unit check-kernels check-engine-args package next router sanity molecule
+PARTS := lint unit kernels check-kernels check-engine-args package next router sanity molecule
 .PHONY: test $(PARTS) drill host-cases
 test: rehearse-check venv
 	@$(IN_VENV) tests/parts.sh $(PARTS)
@@ -55,7 +55,18 @@ lint: venv
 	$(IN_VENV) ruff check --quiet --no-cache --select E9,F,W --exclude .collections .
 
 unit: venv
-	$(IN_VENV) python -m pytest -q tests/unit files/kernels
+	$(IN_VENV) python -m pytest -q tests/unit
+
+# The plugin is held against the unmodified wheel of the engine, unpacked and not installed. Apart from the unit tests, whose
+# sglang is the rehearsal engine.
+SGLANG := $(CACHE)/sglang-0.5.23
+$(SGLANG)/.complete: | venv
+	@rm -rf "$(SGLANG)"; mkdir -p "$(SGLANG)"; \
+	"$(VENV)/bin/pip" download -qq --disable-pip-version-check --no-deps --dest "$(SGLANG)" sglang==0.5.23; \
+	$(PYTHON) -m zipfile --extract "$(SGLANG)"/sglang-*.whl "$(SGLANG)"; touch "$@"
+
+kernels: venv $(SGLANG)/.complete
+	$(IN_VENV) DSV4_SM120_SGLANG="$(SGLANG)" python -m pytest -q files/kernels
 
 # nvcc comes from PyPI, as on a host without a toolkit, in an environment of its own.
 NVCC := $(CACHE)/nvcc/$(shell { $(PYTHON) -V; cat files/requirements/kernel-build.txt; } 2>/dev/null | sha256sum | cut -c 1-12)
