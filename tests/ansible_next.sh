@@ -44,4 +44,4 @@ if grep -i 'deprecat' "$log"; then
   echo "ansible-core 2.21 calls something here deprecated; see the lines above" >&2
   exit 1
 fi
-ansible --version | head -n 1
+ansible --version | sed -n 1p
