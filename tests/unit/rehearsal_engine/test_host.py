@@ -2,6 +2,7 @@
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """GPUs, start-up arguments and processes; the wheel and its lock."""
+
 from __future__ import annotations
 
 import argparse
@@ -37,8 +38,18 @@ def host(tmp_path, monkeypatch):
 
 
 def args(**values):
-    return {"tp_size": 4, "pp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1, "numa_node": None, "mem_fraction_static": 0.85, "speculative_algorithm": None,
-            "max_total_tokens": None, "page_size": 256, **values}
+    return {
+        "tp_size": 4,
+        "pp_size": 1,
+        "base_gpu_id": 0,
+        "gpu_id_step": 1,
+        "numa_node": None,
+        "mem_fraction_static": 0.85,
+        "speculative_algorithm": None,
+        "max_total_tokens": None,
+        "page_size": 256,
+        **values,
+    }
 
 
 def placed(values, visible):
@@ -53,13 +64,16 @@ def test_by_index_uuid_or_all(host):
     assert placed(args(base_gpu_id=4), None) == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("values", "visible", "message"), [
-    pytest.param({"tp_size": 8}, "4,5,6,7", "rank 4 asks for gpu_id 4", id="PD-16-tp"),
-    pytest.param({"base_gpu_id": 4}, "4,5,6,7", "rank 0 asks for gpu_id 4", id="PD-16-base"),
-    pytest.param({}, "", "No CUDA GPUs are available", id="none"),
-    pytest.param({}, "0,1,9,3", "rank 2 asks for gpu_id 2, 2 visible", id="bad-entry-ends-the-list"),
-    pytest.param({}, "GPU-ffffffff-0000-4000-8000-000000000000", "No CUDA GPUs", id="unknown-uuid"),
-])
+@pytest.mark.parametrize(
+    ("values", "visible", "message"),
+    [
+        pytest.param({"tp_size": 8}, "4,5,6,7", "rank 4 asks for gpu_id 4", id="PD-16-tp"),
+        pytest.param({"base_gpu_id": 4}, "4,5,6,7", "rank 0 asks for gpu_id 4", id="PD-16-base"),
+        pytest.param({}, "", "No CUDA GPUs are available", id="none"),
+        pytest.param({}, "0,1,9,3", "rank 2 asks for gpu_id 2, 2 visible", id="bad-entry-ends-the-list"),
+        pytest.param({}, "GPU-ffffffff-0000-4000-8000-000000000000", "No CUDA GPUs", id="unknown-uuid"),
+    ],
+)
 def test_refused_devices(host, values, visible, message):
     with pytest.raises(devices.DeviceError, match=message):
         placed(args(**values), visible)
@@ -122,23 +136,31 @@ EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--
 
 def test_resolution(resolved):
     found = resolved("--page-size", "64", "--attention-backend", "triton", "--reasoning-parser", "auto", "--tool-call-parser", "auto")
-    assert (found["page_size"], found["attention_backend"], found["moe_runner_backend"], found["kv_cache_dtype"]) == (256, "dsv4", "flashinfer_mxfp4", "fp8_e4m3")
+    assert (found["page_size"], found["attention_backend"], found["moe_runner_backend"], found["kv_cache_dtype"]) == (
+        256,
+        "dsv4",
+        "flashinfer_mxfp4",
+        "fp8_e4m3",
+    )
     assert (found["reasoning_parser"], found["tool_call_parser"]) == ("deepseek-v4", "deepseekv4")
     assert resolved(*EAGLE)["speculative_moe_runner_backend"] == "flashinfer_mxfp4"
     decode = resolved("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake_tcp")
     assert (decode["disaggregation_transfer_backend"], decode["disable_radix_cache"]) == ("mooncake", True)
 
 
-@pytest.mark.parametrize(("words", "kind"), [
-    pytest.param(["--speculative-algorithm", "NEXTN"], AssertionError, id="NEXTN"),
-    pytest.param(["--speculative-algorithm", "eagle"], AssertionError, id="lower-case"),
-    pytest.param(["--speculative-algorithm", "EAGLE"], AssertionError, id="no-topk"),
-    pytest.param(["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"], AssertionError, id="no-steps"),
-    pytest.param(["--context-length", "2Mi"], ValueError, id="context"),
-    pytest.param(["--quantization", "mxfp4"], ValueError, id="quantization"),
-    pytest.param(["--dsv4-attn-backend", "trtllm"], ValueError, id="sm100-attention"),
-    pytest.param(["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "fake"], AssertionError, id="fake-prefill"),
-])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        pytest.param(["--speculative-algorithm", "NEXTN"], AssertionError, id="NEXTN"),
+        pytest.param(["--speculative-algorithm", "eagle"], AssertionError, id="lower-case"),
+        pytest.param(["--speculative-algorithm", "EAGLE"], AssertionError, id="no-topk"),
+        pytest.param(["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"], AssertionError, id="no-steps"),
+        pytest.param(["--context-length", "2Mi"], ValueError, id="context"),
+        pytest.param(["--quantization", "mxfp4"], ValueError, id="quantization"),
+        pytest.param(["--dsv4-attn-backend", "trtllm"], ValueError, id="sm100-attention"),
+        pytest.param(["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "fake"], AssertionError, id="fake-prefill"),
+    ],
+)
 def test_arguments_that_end_a_start(resolved, words, kind):
     with pytest.raises(kind):
         resolved(*words)
@@ -154,8 +176,7 @@ def test_another_model_is_refused(tmp_path):
 
 
 def test_ranks_register_and_go(engines, host, tmp_path):
-    environment = {"REHEARSAL_GPUS": str(tmp_path / "gpus.json"), "REHEARSAL_GPU_PROCESSES": str(tmp_path / "run"),
-                   "CUDA_VISIBLE_DEVICES": ",".join(UUIDS[4:])}
+    environment = {"REHEARSAL_GPUS": str(tmp_path / "gpus.json"), "REHEARSAL_GPU_PROCESSES": str(tmp_path / "run"), "CUDA_VISIBLE_DEVICES": ",".join(UUIDS[4:])}
     engine = engines(environment=environment)
     entries = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "run").iterdir()}
     children = engine.children()
@@ -195,7 +216,7 @@ def test_lock_fits_the_sources(tmp_path):
     assert subprocess.run([sys.executable, str(lock), "--check"], stdout=subprocess.PIPE).returncode == 0
     for _once in range(2):
         subprocess.run([sys.executable, str(lock), "--wheelhouse", str(tmp_path)], check=True, stdout=subprocess.PIPE)
-        wheel, = tmp_path.glob("*.whl")
+        (wheel,) = tmp_path.glob("*.whl")
         assert wheel.name == "sglang-0.5.23+rehearsal-py3-none-any.whl"
         assert hashlib.sha256(wheel.read_bytes()).hexdigest() in support.LOCK.read_text(encoding="utf-8")
     with zipfile.ZipFile(wheel) as archive:
@@ -210,4 +231,3 @@ def test_lock_holds_only_pins_with_hashes():
     assert len(lines) > 10
     assert [line for line in lines if "==" not in line or "--hash=sha256:" not in line] == []
     assert "://" not in "".join(lines)
-

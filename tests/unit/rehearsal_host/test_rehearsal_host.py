@@ -108,18 +108,23 @@ def test_no_lock_of_the_real_engine_is_downloaded():
     assert all(path.parent == HERE / "requirements" for path in wheelhouse.files() if path.name.startswith("engine"))
 
 
-@pytest.mark.parametrize("line, found", [
-    ("deb http://mirror.example/debian bookworm main", "http://mirror.example/debian"),
-    ("deb [signed-by=/k.gpg arch=amd64] https://mirror.example/x/debian/ bookworm main", "https://mirror.example/x/debian"),
-    ("URIs: https://mirror.example/debian", "https://mirror.example/debian"),
-    ("deb http://mirror.example/debian-security bookworm-security main", None),
-    ("# deb http://mirror.example/debian bookworm main", None),
-])
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("deb http://mirror.example/debian bookworm main", "http://mirror.example/debian"),
+        ("deb [signed-by=/k.gpg arch=amd64] https://mirror.example/x/debian/ bookworm main", "https://mirror.example/x/debian"),
+        ("URIs: https://mirror.example/debian", "https://mirror.example/debian"),
+        ("deb http://mirror.example/debian-security bookworm-security main", None),
+        ("# deb http://mirror.example/debian bookworm main", None),
+    ],
+)
 def test_mirror_comes_from_the_machines_sources(monkeypatch, tmp_path, line, found):
     (tmp_path / "sources.list").write_text(line + "\n")
     (tmp_path / "d").mkdir()
     real = Path
-    monkeypatch.setattr(base, "Path", lambda name: real({"/etc/apt/sources.list": tmp_path / "sources.list", "/etc/apt/sources.list.d": tmp_path / "d"}.get(name, name)))
+    monkeypatch.setattr(
+        base, "Path", lambda name: real({"/etc/apt/sources.list": tmp_path / "sources.list", "/etc/apt/sources.list.d": tmp_path / "d"}.get(name, name))
+    )
     assert base.mirror() == found
 
 
@@ -160,9 +165,18 @@ class TestHolder:
         return machine.Machine()
 
     def hold(self, host, clone, **more):
-        held = {"name": host.name, "clone": str(clone), "cache": str(common.cache_root()), "port": host.port, "base": base.key(),
-                "guest": common.tree_digest(*machine.GUEST_FILES), "since": "2026-01-01T00:00:00+00:00",
-                "supervisor": vars(machine.Process(os.getpid())), "nspawn": None, **more}
+        held = {
+            "name": host.name,
+            "clone": str(clone),
+            "cache": str(common.cache_root()),
+            "port": host.port,
+            "base": base.key(),
+            "guest": common.tree_digest(*machine.GUEST_FILES),
+            "since": "2026-01-01T00:00:00+00:00",
+            "supervisor": vars(machine.Process(os.getpid())),
+            "nspawn": None,
+            **more,
+        }
         common.write(host.holder_file, json.dumps(held))
         return held
 

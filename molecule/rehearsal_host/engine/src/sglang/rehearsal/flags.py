@@ -6,6 +6,7 @@
 Unknown flags, ambiguous prefixes and refused values end with exit code 2, as in
 the real parser, because it is argparse here and there.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -106,14 +107,24 @@ def parser(flags: dict | None = None) -> argparse.ArgumentParser:
             built.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
         elif kind.startswith("Deprecated"):
             built.add_argument(
-                *names, action=Retired, nargs=entry["nargs"], choices=entry["choices"], new_flag=entry.get("new_flag"),
-                value=entry.get("const_value", entry.get("const", True)), **common,
+                *names,
+                action=Retired,
+                nargs=entry["nargs"],
+                choices=entry["choices"],
+                new_flag=entry.get("new_flag"),
+                value=entry.get("const_value", entry.get("const", True)),
+                **common,
             )
         elif kind in ("StoreAction", "LoRAPathAction"):
             extra = {"const": entry["const"]} if "const" in entry else {}
             built.add_argument(
-                *names, type=TYPES[entry["type"]], nargs=entry["nargs"], choices=entry["choices"],
-                required=entry.get("required", False), **common, **extra,
+                *names,
+                type=TYPES[entry["type"]],
+                nargs=entry["nargs"],
+                choices=entry["choices"],
+                required=entry.get("required", False),
+                **common,
+                **extra,
             )
         else:
             raise ValueError("%s: an action that this engine does not know: %s" % (flag, kind))
@@ -174,7 +185,7 @@ def merge_config(argv: list[str], flags: dict) -> list[str]:
             words += [flag, *map(str, value)] if value else []
         else:
             words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return words + argv[:place] + argv[place + 2:]
+    return words + argv[:place] + argv[place + 2 :]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -183,4 +194,3 @@ def parse(argv: list[str]) -> argparse.Namespace:
     namespace = parser(flags).parse_args(words)
     namespace.launch_command = " ".join(words)  # keys included, as in SGLang
     return namespace
-

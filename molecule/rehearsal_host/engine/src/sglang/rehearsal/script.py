@@ -7,6 +7,7 @@ It reads the tools, the wished-for format and the conversation back out of the
 prompt text, and answers as a model does: raw text with `...</think>` when the
 prompt ends in <think>, and tool calls as DSML markup.
 """
+
 from __future__ import annotations
 
 import json
@@ -22,7 +23,11 @@ OPERATIONS = (
     (re.compile(NUMBER + r"\s*(?:-|−|minus)\s*" + NUMBER), "−", lambda a, b: a - b),
 )
 REPEAT = re.compile(r"(?:repeat|echo)(?: back)?(?: the following)?(?: text)?(?: exactly| verbatim| after me)[^:]{0,40}:\s*(.+)", re.IGNORECASE | re.DOTALL)
-ONLY = re.compile(r"(?:answer|reply|respond|say)(?: only| just)?(?: with)?(?: only)?(?: just)?(?: exactly)?(?: the)?(?: single| one)?(?: word| text)\s*:?\s*[\"'\u201c`]?([^\s\"'\u201d`.!?]+)", re.IGNORECASE)
+ONLY = re.compile(
+    r"(?:answer|reply|respond|say)(?: only| just)?(?: with)?(?: only)?(?: just)?(?: exactly)?(?: the)?(?: single| one)?(?: word| text)"
+    r"\s*:?\s*[\"'\u201c`]?([^\s\"'\u201d`.!?]+)",
+    re.IGNORECASE,
+)
 COUNT = re.compile(r"count(?: up)? (?:from (\d+) )?to (\d+)", re.IGNORECASE)
 WORDS = re.compile(r"(?:write|generate|produce)\D{0,40}?(\d+)[ -]words?", re.IGNORECASE)
 WHAT_IS = re.compile(r"what (?:is|was|are) (?:the |my |our )?([^?\n]{2,60}?)\?", re.IGNORECASE)
@@ -32,7 +37,26 @@ CALL = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', 
 PARAMETER = re.compile(r'<｜DSML｜parameter name="([^"]+)" string="(?:true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL)
 FORMAT = "## Response Format:"
 GARBAGE = "!" * 4000
-NO_NAMES = {"I", "Use", "What", "The", "Please", "Then", "And", "Also", "How", "Give", "Tell", "Call", "Check", "Find", "JSON", "Celsius", "Fahrenheit", "Answer"}
+NO_NAMES = {
+    "I",
+    "Use",
+    "What",
+    "The",
+    "Please",
+    "Then",
+    "And",
+    "Also",
+    "How",
+    "Give",
+    "Tell",
+    "Call",
+    "Check",
+    "Find",
+    "JSON",
+    "Celsius",
+    "Fahrenheit",
+    "Answer",
+}
 
 
 def say(prompt: Prompt, faults: Faults, forced: bool | str = False, json_object: bool = False) -> str:
@@ -114,8 +138,26 @@ class Scene:
             return "Counting.", " ".join(map(str, range(first, min(last, first + 20000) + 1)))
         found = WORDS.search(self.question)
         if found:
-            words = (["the", "quick", "router", "hands", "every", "prompt", "to", "one", "half", "and", "every", "token", "comes", "back", "from", "the", "other"] * 4000)
-            return "A long text is asked for.", " ".join(words[:min(int(found.group(1)), 20000)])
+            words = [
+                "the",
+                "quick",
+                "router",
+                "hands",
+                "every",
+                "prompt",
+                "to",
+                "one",
+                "half",
+                "and",
+                "every",
+                "token",
+                "comes",
+                "back",
+                "from",
+                "the",
+                "other",
+            ] * 4000
+            return "A long text is asked for.", " ".join(words[: min(int(found.group(1)), 20000)])
         found = ONLY.search(self.question)
         if found:
             return "One word is enough.", found.group(1)
@@ -218,7 +260,42 @@ def words_of(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Za-z]{3,}", re.sub(r"([a-z])([A-Z])", r"\1 \2", name))]
 
 
-COMMON = set(["get", "set", "for", "the", "and", "with", "from", "tool", "function", "call", "list", "that", "this", "info", "information", "data", "given", "return", "returns", "current", "use", "into", "your", "any", "all", "are", "one", "two", "not", "you", "can", "will"])
+COMMON = set(
+    [
+        "get",
+        "set",
+        "for",
+        "the",
+        "and",
+        "with",
+        "from",
+        "tool",
+        "function",
+        "call",
+        "list",
+        "that",
+        "this",
+        "info",
+        "information",
+        "data",
+        "given",
+        "return",
+        "returns",
+        "current",
+        "use",
+        "into",
+        "your",
+        "any",
+        "all",
+        "are",
+        "one",
+        "two",
+        "not",
+        "you",
+        "can",
+        "will",
+    ]
+)
 
 
 def asked_for(tool: dict, question: str) -> bool:
@@ -234,8 +311,8 @@ def names_in(question: str) -> list[str]:
     """Capitalised words, those that belong together as one; the word that opens a sentence is no name."""
     names = []
     for found in NAMES.finditer(question):
-        name, before = found.group(), question[:found.start()].rstrip()
-        if not before or before[-1] in ".!?:\n\"\u201c(":
+        name, before = found.group(), question[: found.start()].rstrip()
+        if not before or before[-1] in '.!?:\n"\u201c(':
             name = name.partition(" ")[2]
         if name and name.split()[0] not in NO_NAMES:
             names.append(name)
@@ -355,8 +432,11 @@ def arguments_for(tool: dict, question: str, sums: list) -> list[tuple[str, dict
     schema = tool.get("parameters") or {}
     properties = schema.get("properties") or {}
     needed = schema.get("required") or list(properties)[:1]
-    texts = [name for name in needed if properties.get(name, {}).get("type") == "string" and "enum" not in properties[name]
-             and properties[name].get("format") != "date"]
+    texts = [
+        name
+        for name in needed
+        if properties.get(name, {}).get("type") == "string" and "enum" not in properties[name] and properties[name].get("format") != "date"
+    ]
     pool = Pool(question, sums)
     names = pool.quoted or pool.names
     if len(texts) == 1 and len(names) > 1 and not any(part.get("type") in ("object", "array") for part in properties.values()):
@@ -375,8 +455,10 @@ def markup(calls: list[tuple[str, dict]]) -> str:
         lines.append('<%sinvoke name="%s">' % (DSML, name))
         for key, value in values.items():
             text = isinstance(value, str)
-            lines.append('<%sparameter name="%s" string="%s">%s</%sparameter>' % (
-                DSML, key, "true" if text else "false", value if text else json.dumps(value, ensure_ascii=False), DSML))
+            lines.append(
+                '<%sparameter name="%s" string="%s">%s</%sparameter>'
+                % (DSML, key, "true" if text else "false", value if text else json.dumps(value, ensure_ascii=False), DSML)
+            )
         lines.append("</%sinvoke>" % DSML)
     lines.append("</%stool_calls>" % DSML)
     return "\n".join(lines)
