@@ -85,7 +85,7 @@ def timed(argv, tag=None, **options):
     return seconds, done.stdout.decode()
 
 
-def figure(size, ours, theirs, tag, bar):
+def figure(size, ours, theirs, tag, limit):
     """What goes into the answer for one comparison."""
     processor = {who: round(statistics.median(PROCESSOR[tag + who]), 2) for who in ("-ours", "-theirs")}
     return {
@@ -93,7 +93,7 @@ def figure(size, ours, theirs, tag, bar):
         "ours_s": [round(s, 2) for s in ours],
         "theirs_s": [round(s, 2) for s in theirs],
         "ratio": round(statistics.median(theirs) / statistics.median(ours), 2),
-        "bar": bar,
+        "bar": limit,
         "processor_s": {"ours": processor["-ours"], "theirs": processor["-theirs"]},
         "load": round(os.getloadavg()[0], 1),
     }

@@ -201,7 +201,7 @@ def test_wrong_bootstrap_port(name, setup, tmp_path, seen):
 def test_workers_late(name, model, tmp_path, seen):
     """Must: the router is up first; the workers come after its first probes and are found."""
     prefill = decode = None
-    ports = [support.free_port() for _ in range(3)]
+    ports = [support.free_port() for unused in range(3)]
 
     class Planned:
         def __init__(self, port, bootstrap_port=None):

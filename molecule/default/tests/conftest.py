@@ -42,7 +42,7 @@ def get(host):
     def fetch(url: str):
         done = host.run("curl --silent --show-error --max-time 20 --write-out '\\n%%{http_code}' %s", url)
         assert done.rc == 0, f"{url}: {done.stderr}"
-        body, _, status = done.stdout.rpartition("\n")
+        body, unused, status = done.stdout.rpartition("\n")
         try:
             return int(status), json.loads(body)
         except ValueError:

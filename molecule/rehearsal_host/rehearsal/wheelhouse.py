@@ -50,7 +50,7 @@ def for_target(text: str) -> list[str]:
         if not line or LOCAL in line:
             continue
         requirement, *hashes = re.split(r"\s+(?=--hash=)", line)
-        name, _, marker = (part.strip() for part in requirement.partition(";"))
+        name, unused, marker = (part.strip() for part in requirement.partition(";"))
         if not marker or Marker(marker).evaluate(target):
             lines.append(" ".join([name, *hashes]))
     return lines

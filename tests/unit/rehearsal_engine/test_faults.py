@@ -80,7 +80,9 @@ def arguments(message):
             {"call_as_text": True},
             ASK,
             TOOLS,
-            lambda c, s: 'get_weather({"city": "Paris"})' in c["message"]["content"] == s["content"] and "tool_calls" not in c["message"],
+            lambda c, s: (
+                'get_weather({"city": "Paris"})' in s["content"] and c["message"]["content"] == s["content"] and "tool_calls" not in c["message"]
+            ),
             id="API-08",
         ),
         pytest.param(

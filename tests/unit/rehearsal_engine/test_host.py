@@ -213,7 +213,7 @@ def test_http_port_that_is_taken(engines):
 
 def test_lock_fits_the_sources(tmp_path):
     lock = support.LOCK.parent / "lock.py"
-    assert subprocess.run([sys.executable, str(lock), "--check"], stdout=subprocess.PIPE).returncode == 0
+    assert subprocess.run([sys.executable, str(lock), "--check"], stdout=subprocess.PIPE, check=False).returncode == 0
     for _once in range(2):
         subprocess.run([sys.executable, str(lock), "--wheelhouse", str(tmp_path)], check=True, stdout=subprocess.PIPE)
         (wheel,) = tmp_path.glob("*.whl")

@@ -32,7 +32,7 @@ def test_cached_folder_is_built_once(tmp_path):
         built.append(work)
         (work / "file").write_text("x")
 
-    for _ in range(2):
+    for unused in range(2):
         assert (common.cached_folder(tmp_path / "c", "key", "test", build) / "file").read_text() == "x"
     assert len(built) == 1
 

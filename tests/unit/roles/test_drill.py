@@ -47,5 +47,5 @@ def test_the_table_is_of_these_faults_and_green():
     if not results.exists():
         pytest.skip("the drill has not been run yet")
     rows = re.findall(r"(?m)^\| (?!fault|---)(.*?) \|", results.read_text(encoding="utf-8"))
-    assert rows == [name for name, *unused in drill().Drill(None).faults()]
+    assert [row.replace("\\|", "|") for row in rows] == [name for name, *unused in drill().Drill(None).faults()]
     assert "**" not in results.read_text(encoding="utf-8")

@@ -42,7 +42,11 @@ def test_a_key_that_breaks_the_line_is_refused():
 def test_a_failed_write_leaves_the_old_record(tmp_path, monkeypatch):
     path = tmp_path / "FINDINGS.md"
     path.write_text("old")
-    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         findings.write_atomic(str(path), "new", 0o644)
     assert path.read_text() == "old"

@@ -313,7 +313,7 @@ def test_check_argv_refuses_what_the_parser_refuses():
 
 def test_filter_returns_plain_data_and_refuses_unknown_options():
     result = filter_plugin.FilterModule().filters()["serving_plan"](topology(), gpus=gpus())
-    assert type(result["findings"]) is list
+    assert result["findings"].__class__ is list
     with pytest.raises(Exception, match="unknown option colour"):
         filter_plugin.serving_plan(topology(), colour="red")
 

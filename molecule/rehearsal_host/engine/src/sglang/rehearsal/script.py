@@ -82,7 +82,7 @@ class Scene:
     def __init__(self, prompt: Prompt):
         turns = prompt.turns()
         self.head = turns[0][1]
-        self.turns = [turn for turn in turns[1:-1]]
+        self.turns = list(turns[1:-1])
         self.tools = list(schemas(self.head))
         self.format = wanted_format(self.head)
         self.question = ""
