@@ -19,9 +19,11 @@ import argparse
 import concurrent.futures
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -50,6 +52,35 @@ TOOL = {"type": "function", "function": {
     "name": "get_weather", "description": "Current weather in a city",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
 
+# Runs on the host, from standard input: prints where a key is found.
+HUNT = """
+import os, subprocess
+key = b"%s"
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    for name in ("cmdline", "environ"):
+        try:
+            with open("/proc/" + pid + "/" + name, "rb") as stream:
+                if key in stream.read():
+                    print("/proc/%%s/%%s" %% (pid, name))
+        except OSError:
+            pass
+if key in subprocess.run(["journalctl", "--no-pager", "-a", "-o", "export"], stdout=subprocess.PIPE).stdout:
+    print("journal")
+for folder, folders, names in os.walk("/"):
+    if folder == "/":
+        folders[:] = [name for name in folders if name not in ("proc", "sys", "dev", "srv")]
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            status = os.lstat(path)
+            if status.st_mode & 0o170000 == 0o100000 and status.st_mode & 0o004 and status.st_size < 20000000:
+                with open(path, "rb") as stream:
+                    if key in stream.read():
+                        print(path)
+        except OSError:
+            pass
+"""
+
 
 class Broken(AssertionError):
     """What a look found wrong."""
@@ -68,11 +99,12 @@ class Host:
         self.url = plan["endpoint"]["url"]
         self.model = plan["served_model_name"]
         self.port = plan["endpoint"]["port"]
+        self.key = None
 
-    def run(self, command, check=True, timeout=120):
-        """The output of a shell command on the host."""
-        result = subprocess.run(self.ssh + [command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
+    def run(self, command, check=True, timeout=120, text=""):
+        """The output of a shell command on the host; text goes to its standard input, where no process list shows it."""
+        result = subprocess.run(self.ssh + [command], input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                timeout=timeout, check=False)
         if check and result.returncode != 0:
             raise Broken("%s: %s" % (command, result.stdout.strip()[-300:]))
         return result.stdout
@@ -102,8 +134,8 @@ class Host:
         """One question through the public port; returns the message and how it finished."""
         body = dict({"model": self.model, "temperature": 0, "max_tokens": 1024,
                      "messages": [{"role": "user", "content": text}]}, **fields)
-        request = urllib.request.Request(self.url + "/v1/chat/completions", json.dumps(body).encode(),
-                                         {"content-type": "application/json"})
+        request = urllib.request.Request(self.url + "/v1/chat/completions", json.dumps(body).encode(), dict(
+            {"content-type": "application/json"}, **({"authorization": "Bearer " + self.key} if self.key else {})))
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             choice = json.load(answer)["choices"][0]
         return choice["message"], choice["finish_reason"]
@@ -275,6 +307,11 @@ class Drill:
         return ["--skip-tags", SKIPPED_ROLES, "-e", json.dumps({"sglang_dsv4_environment": dict(
             {"DRILL": str(number)}, **environment)})]
 
+    def same(self):
+        """The words that make the release that serves now."""
+        environment = json.loads(self.host.run("cat " + PLAN))["instances"]["prefill"]["environment"]
+        return self.deploy(environment["DRILL"]) if "DRILL" in environment else ["--skip-tags", SKIPPED_ROLES]
+
     def killed_play(self, number, task, once_more=False):
         """The play is killed within a task and run again; and once more, which must change nothing."""
         host = self.host
@@ -302,7 +339,7 @@ class Drill:
             return "run again: rc 0, return point closed%s" % ("; once more: changed=0" if once_more else "")
 
         fault.changes = True
-        return "the play is killed at \"%s\", run again" % task, fault
+        return "the play is killed at \"%s\", run again" % task.replace(" | ", ": "), fault
 
     def bad_release(self, name, faults, words, timeout=None):
         """A release whose decode half is bad: the play ends non-zero and goes back by itself."""
@@ -392,6 +429,7 @@ class Drill:
         host = self.host
 
         def fault():
+            same = self.same()
             host.playbook("rollback.yml")
             states = host.states()
             if states[SINGLE] != ("active", "enabled") or any(states[name] != ("inactive", "disabled") for name in TRIO):
@@ -399,10 +437,43 @@ class Drill:
             wrong = {name: text for name, text in host.probes().items() if text}
             if wrong:
                 raise Broken("the single server: %s" % wrong)
-            host.playbook("site.yml", "--skip-tags", SKIPPED_ROLES)
+            host.playbook("site.yml", *same)
             return "the single server passed the probes, and site.yml rolled forward"
 
         return "rollback to the fallback, and forward", fault
+
+    def planted_key(self):
+        """A key is set: 401 without it, and it is in no output, argument, environment, journal or readable file."""
+        host = self.host
+
+        def fault():
+            key, same = "planted-" + secrets.token_hex(12), self.same()
+            with tempfile.NamedTemporaryFile("w", suffix=".key") as file:
+                file.write(key + "\n")
+                file.flush()
+                output = host.playbook("site.yml", "-vvv", "--diff", "--skip-tags", SKIPPED_ROLES,
+                                       "-e", "sglang_dsv4_api_key_file=" + file.name)
+            try:
+                if key in output:
+                    raise Broken("the key is in the output of the play")
+                hits = host.run("python3 -", text=HUNT % key, timeout=300).split()
+                if hits:
+                    raise Broken("the key is in %s" % ", ".join(hits))
+                try:
+                    host.chat("What is 17*23?")
+                    raise Broken("answers without a key")
+                except urllib.error.HTTPError as error:
+                    if error.code != 401:
+                        raise Broken("without a key: HTTP %d" % error.code) from error
+                host.key = key
+                if "391" not in host.chat("What is 17*23?")[0]["content"]:
+                    raise Broken("no answer with the key")
+            finally:
+                host.key = None
+                host.playbook("site.yml", *same)
+            return "401 without it, an answer with it; no hit in -vvv --diff, arguments, environments, journal, readable files"
+
+        return "a planted key is looked for everywhere", fault
 
     def reboot(self):
         host = self.host
@@ -446,6 +517,7 @@ class Drill:
         yield self.interruption() + (600, False)
         yield self.there_and_back() + (900, False)
         yield self.fallback() + (900, False)
+        yield self.planted_key() + (900, False)
         yield self.disk_full() + (600, False)
         yield self.reboot() + (300, False)
 
@@ -453,13 +525,14 @@ class Drill:
 def line_of(row):
     """A line of the table."""
     return "| %s | %s | %s | %s | %s |" % (
-        row["fault"], row["probes"] or "**none**", "-" if row["seconds"] is None else "%.0f" % row["seconds"],
+        row["fault"].replace("|", "\\|"), row["probes"] or "**none**", "-" if row["seconds"] is None else "%.0f" % row["seconds"],
         row["lost"] or "**not looked at**", row["note"].replace("|", "\\|"))
 
 
 def table(names, rows, before):
     """RESULTS.md: the rows of this run, and of the run before for faults that this one left out."""
-    lines = {line.split(" |")[0][2:]: line for line in before.splitlines() if line.startswith("| ")}
+    # A blank and a bar end a cell; a bar inside of one is written with a backslash.
+    lines = {line.split(" |")[0][2:].replace("\\|", "|"): line for line in before.splitlines() if line.startswith("| ")}
     lines.update({row["fault"]: line_of(row) for row in rows})
     shown = [lines[name] for name in names if name in lines]
     green = sum("**" not in line for line in shown)
