@@ -210,7 +210,8 @@ def rehearsal(line: dict, model: Path, real: dict) -> dict:
     )
     words = [str(model) if word == "/model" else word for word in arguments_of(line["argv"])]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "molecule" / "rehearsal_host" / "engine" / "src")}
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    argv = [sys.executable, "-c", code, json.dumps(words)]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, check=False)
     if done.returncode:
         return {"exit": [0, done.stderr.strip().splitlines()[-1]]}
     found = json.loads(done.stdout)
