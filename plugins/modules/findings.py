@@ -37,7 +37,6 @@ options:
     description: What the entry stands for (a hash of release, topology and verdict). Letters, digits and C(._:-).
     type: str
     required: true
-    no_log: false
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
 attributes:
@@ -46,6 +45,7 @@ attributes:
   diff_mode:
     support: full
   platform:
+    support: full
     platforms: linux
 """
 

@@ -116,9 +116,9 @@ gpus:
     pcie_generation_max: {description: PCIe generation at most., type: int, sample: 5}
     pcie_width: {description: PCIe lanes now., type: int, sample: 16}
     pcie_width_max: {description: PCIe lanes at most., type: int, sample: 16}
-    ecc: {description: Is ECC on?, type: bool, sample: true}
-    mig: {description: Is MIG on?, type: bool, sample: false}
-    persistence: {description: Is persistence mode on?, type: bool, sample: true}
+    ecc: {description: Whether ECC is on., type: bool, sample: true}
+    mig: {description: Whether MIG is on., type: bool, sample: false}
+    persistence: {description: Whether persistence mode is on., type: bool, sample: true}
     power_limit_w: {description: Power limit in watts., type: float, sample: 600.0}
     power_draw_w: {description: Power draw in watts., type: float, sample: 31.0}
     temperature_c: {description: Temperature in degrees Celsius., type: int, sample: 31}
