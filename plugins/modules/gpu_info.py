@@ -124,7 +124,7 @@ gpus:
     temperature_c: {description: Temperature in degrees Celsius., type: int, sample: 31}
     utilization_percent: {description: Utilization., type: int, sample: 0}
     processes: {description: "Compute processes with pid, name, used_mib, unit, parent and uid.", type: list, elements: dict, sample: []}
-    usable: {description: Can a plan use this GPU?, type: bool, sample: true}
+    usable: {description: Whether a plan can use this GPU., type: bool, sample: true}
     unusable_reason: {description: Why not., type: str, sample: GPU requires reset}
     wedged: {description: "Busy, drawing power and holding memory with no process on it.", type: bool, sample: false}
     unknown: {description: Reason of each value that is null., type: dict, sample: {"serial": "Not Supported"}}
