@@ -164,6 +164,8 @@ def pip_environment(index_url="", ca_bundle="", proxy="", base=None):
     environment.update({
         "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_NO_CACHE_DIR": "1",
         "PIP_ROOT_USER_ACTION": "ignore", "PIP_PROGRESS_BAR": "off", "LC_ALL": "C.UTF-8",
+        # Of the host's pip.conf, index and certificates hold. The lock alone decides versions, the environment the place.
+        "PIP_CONSTRAINT": os.devnull, "PIP_USER": "0",
     })
     if index_url:
         environment["PIP_INDEX_URL"] = index_url

@@ -186,7 +186,13 @@ def small_wheel(folder, name="dsv4_small", version="1.0"):
 
 
 @pytest.mark.slow
-def test_a_real_environment_from_a_wheel_folder(tmp_path):
+def test_a_real_environment_from_a_wheel_folder(tmp_path, monkeypatch):
+    # A host's own settings that would refuse or misplace what the lock names.
+    (tmp_path / "constraints.txt").write_text("dsv4-small<1\n")
+    (tmp_path / ".config/pip").mkdir(parents=True)
+    (tmp_path / ".config/pip/pip.conf").write_text("[global]\nconstraint = %s/constraints.txt\nuser = true\n" % tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     unused, digest = small_wheel(wheels)
