@@ -11,6 +11,14 @@ import signal
 import subprocess
 import typing as t
 
+from ansible_collections.blackwell.dsv4.plugins.module_utils import child_process
+
+# Options of the modules, documented in doc_fragments/host.py.
+PROC = {"proc_root": {"type": "path", "default": "/proc"}}
+SYS = {"sys_root": {"type": "path", "default": "/sys"}}
+BOOT = {"boot": {"type": "path", "default": "/boot"}}
+NVML = {"nvml_path": {"type": "path"}}
+
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -73,26 +81,12 @@ class System:
         environment = {**os.environ, "LC_ALL": "C", "PATH": self.search_path, "DEBIAN_FRONTEND": "noninteractive"}
         limit = self.timeout if timeout is None else timeout
         try:
-            child = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
+            child = child_process.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         except OSError as error:
             return Result(127, "", str(error))
         try:
             out, err = child.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            try:
-                os.killpg(child.pid, signal.SIGKILL)
-            except OSError:
-                pass
-            try:
-                child.communicate(timeout=2)
-            except subprocess.TimeoutExpired:
-                pass  # stuck in the kernel; it is not ours to wait for
+            child_process.end(child, signals=(signal.SIGKILL,), patience=2.0)
             return Result(124, "", f"{argv[0]} gave no answer within {limit:g} s")
         return Result(child.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))

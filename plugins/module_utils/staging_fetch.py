@@ -22,11 +22,11 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import threading
 import time
 
+from ansible_collections.blackwell.dsv4.plugins.module_utils import child_process
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_manifest as manifests
 from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_hash import BUFFER, hash_many
 from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_sources import SourceError
@@ -1071,13 +1071,11 @@ class Fetcher:
         argv = source.argv(job.path, job.part, plain, limit, self.stall_timeout)
         environment = source.environment(plain)
         try:
-            child = subprocess.Popen(
+            child = child_process.start(
                 argv,
-                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env=environment,
-                start_new_session=True,
                 # The lock goes along: a child that outlives a killed parent keeps others away from its part.
                 pass_fds=(self.lock_descriptor,),
             )
@@ -1111,7 +1109,7 @@ class Fetcher:
                 if self.stop.is_set():
                     raise Interrupted("interrupted")
         except BaseException:
-            self._end_child(child)
+            child_process.end(child)
             try:
                 self._grown(job, os.path.getsize(job.part))
             except OSError:
@@ -1141,19 +1139,6 @@ class Fetcher:
                     job.states[index] = DONE
                     job.left -= 1
             job.save()
-
-    @staticmethod
-    def _end_child(child):
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(child.pid, sign)
-            except ProcessLookupError:
-                pass
-            try:
-                child.wait(timeout=3)
-                return
-            except subprocess.TimeoutExpired:
-                continue
 
 
 class RsyncSource:
@@ -1191,24 +1176,22 @@ class RsyncSource:
             kept["STAGING_PLAIN"] = "1"
         return kept
 
+    def _ask(self, argv):
+        """Run a short call of rsync."""
+        try:
+            return subprocess.run(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=self.environment(True), timeout=120, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as exc:
+            raise SourceError("rsync_failed", "%s: %s" % (self.program, getattr(exc, "strerror", None) or "no answer within 120 s")) from exc
+
     def listing(self):
         """The manifest must come with the request: rsync has none that we trust."""
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
             target = os.path.join(folder, "sums")
-            try:
-                done = subprocess.run(
-                    self.argv("SHA256SUMS", target, True, 0, 60),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=self.environment(True),
-                    timeout=120,
-                    check=False,
-                )
-            except (OSError, subprocess.TimeoutExpired) as exc:
-                raise SourceError("rsync_failed", "%s: %s" % (self.program, getattr(exc, "strerror", None) or "no answer within 120 s")) from exc
+            done = self._ask(self.argv("SHA256SUMS", target, True, 0, 60))
             if done.returncode != 0 or not os.path.exists(target):
                 raise SourceError("manifest_missing", "%s has no SHA256SUMS, and no manifest was given" % self.label)
             with open(target, "rb") as stream:
@@ -1222,18 +1205,7 @@ class RsyncSource:
         argv = [self.program, "--list-only", "--copy-links", "--no-human-readable"]
         if self.shell:
             argv.extend(["--rsh", self.shell])
-        try:
-            done = subprocess.run(
-                argv + ["--", "%s/%s" % (self.url, path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=self.environment(True),
-                timeout=120,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as exc:
-            raise SourceError("rsync_failed", "%s: %s" % (self.program, getattr(exc, "strerror", None) or "no answer within 120 s")) from exc
+        done = self._ask(argv + ["--", "%s/%s" % (self.url, path)])
         fields = done.stdout.decode("utf-8", "replace").split()
         if done.returncode != 0 or len(fields) < 2 or not fields[1].replace(",", "").isdigit():
             raise SourceError("not_found", "%s does not list %s" % (self.label, path))
