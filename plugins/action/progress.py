@@ -22,7 +22,7 @@ ON_TERMINAL = bool(getattr(sys.stdout, "isatty", lambda: False)())
 
 
 class ActionModule(ActionBase):
-    """Watches a job, units and addresses."""
+    """Watches a job."""
 
     _supports_check_mode = True
     _supports_async = False
@@ -88,15 +88,15 @@ class ActionModule(ActionBase):
                 if state.get("failed"):
                     return dict(result, **state)
                 elapsed = self._clock() - start
-                self._show(pace, state, elapsed)
-                finished = self._finished(job, args, state, task_vars)
+                if "status" in state:
+                    self._say(pace, view.transfer_line(state["status"]))
+                finished = self._finished(job, state, task_vars)
                 if finished is not None:
                     outcome = dict(result, **finished)
                     outcome.setdefault("changed", False)
                     outcome["waited"] = round(self._clock() - start, 1)
-                    for key in ("units", "urls", "status"):
-                        if key in state:
-                            outcome.setdefault(key, state[key])
+                    if "status" in state:
+                        outcome.setdefault("status", state["status"])
                     return outcome
                 if elapsed > timeout:
                     return dict(
@@ -104,26 +104,13 @@ class ActionModule(ActionBase):
                         failed=True,
                         waited=round(elapsed, 1),
                         msg="%s: not finished after %s" % (self._label, view.duration(elapsed)),
-                        **{key: state[key] for key in ("units", "urls", "status") if key in state}
+                        **({"status": state["status"]} if "status" in state else {})
                     )
                 self._sleep(pause)
                 pause = min(pause * 1.5, 1.0 if self._terminal else 2.0)
         finally:
             if self._open_line:
                 display.display("", screen_only=True)
-
-    def _show(self, pace, state, elapsed):
-        """Turn a look into a line."""
-        parts = []
-        if isinstance(state.get("status"), dict):
-            parts.append(view.transfer_line(state["status"]))
-        for name, unit in sorted((state.get("units") or {}).items()):
-            parts.append(view.unit_line(name, unit, elapsed))
-        if not parts and state.get("urls"):
-            waiting = sorted(url for url, code in state["urls"].items() if code != 200)
-            parts.append("waiting for %s (%s)" % (", ".join(waiting) or "nothing", view.duration(elapsed)))
-        if parts:
-            self._say(pace, "; ".join(parts))
 
     def _gone(self, state):
         """A task that was killed together with its wrapper leaves no result, ever: notice that its process is gone."""
@@ -137,28 +124,14 @@ class ActionModule(ActionBase):
             return None
         return {"failed": True, "msg": "%s: the task's process is gone and left no result; run the play again to go on" % self._label}
 
-    def _finished(self, job, args, state, task_vars):
+    def _finished(self, job, state, task_vars):
         """The outcome when the wait is over, else None."""
-        failed = sorted(name for name, unit in (state.get("units") or {}).items() if unit.get("active") == "failed")
-        if failed:
-            return {
-                "failed": True,
-                "msg": "%s failed: %s" % (", ".join(failed), "; ".join(view.clean(state["units"][n].get("line", "")) for n in failed)),
-            }
-        if job:
-            answer = self._job(job, task_vars)
-            if not answer.get("finished"):
-                if answer.get("failed"):
-                    return {"failed": True, "msg": answer.get("msg", "the status of the job cannot be read")}
-                return self._gone(state)
-            self._forget_job(job, task_vars)
-            for key in ("ansible_job_id", "started", "finished", "results_file", "stdout", "stdout_lines", "stderr", "stderr_lines", "invocation"):
-                answer.pop(key, None)
-            return answer
-        urls = state.get("urls") or {}
-        if urls:
-            return {} if all(code == 200 for code in urls.values()) else None
-        units = state.get("units") or {}
-        if units:
-            return {} if all(unit.get("active") == "active" for unit in units.values()) else None
-        return {}
+        answer = self._job(job, task_vars)
+        if not answer.get("finished"):
+            if answer.get("failed"):
+                return {"failed": True, "msg": answer.get("msg", "the status of the job cannot be read")}
+            return self._gone(state)
+        self._forget_job(job, task_vars)
+        for key in ("ansible_job_id", "started", "finished", "results_file", "stdout", "stdout_lines", "stderr", "stderr_lines", "invocation"):
+            answer.pop(key, None)
+        return answer

@@ -6,13 +6,7 @@
 
 from __future__ import annotations
 
-import re
-
 _UNITS = ("B", "kB", "MB", "GB", "TB")
-#: "Loading safetensors checkpoint shards:  43% Completed | 20/46 [00:11<00:14, ...]" and its like.
-_PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)\s?%")
-_BAR = re.compile(r"[\u2580-\u259f]+")
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def amount(count):
@@ -58,29 +52,6 @@ def transfer_line(status):
     if troubles:
         parts.append("troubles: %s" % ", ".join("%s x%d" % item for item in sorted(troubles.items())))
     return ", ".join(parts)
-
-
-def clean(line):
-    """A journal line without colours and bars, short enough for a terminal."""
-    line = _CONTROL.sub("", str(line))
-    line = _BAR.sub("", line)
-    return " ".join(line.split())[:160]
-
-
-def percent_of(line):
-    """The last percentage in a line, or None."""
-    found = _PERCENT.findall(str(line))
-    return min(100.0, float(found[-1])) if found else None
-
-
-def unit_line(name, unit, elapsed):
-    """One line for a unit that is starting."""
-    text = "%s %s" % (name, unit.get("active") or "unknown")
-    if unit.get("restarts"):
-        text += ", restarted %d times" % unit["restarts"]
-    if unit.get("line"):
-        text += ": %s" % clean(unit["line"])
-    return "%s (%s)" % (text, duration(elapsed))
 
 
 class Pace:

@@ -92,29 +92,9 @@ def test_a_terminal_gets_one_line_that_changes(watch):
     assert all(line.startswith("\r\x1b[K") and not newline for line, newline in lines[:-1]) and lines[-1] == ("", True)
 
 
-def test_units_are_watched_until_their_addresses_answer(watch):
-    def look(percent, code):
-        return {
-            "changed": False,
-            "units": {"sglang-dsv4-prefill": {"active": "active", "line": "Loading shards: %d%% | 20/46" % percent, "restarts": 0}},
-            "urls": {"http://127.0.0.1:30000/health": code},
-        }
-
-    result, lines, dummy = watch({"units": ["sglang-dsv4-prefill"], "urls": ["u"], "interval": 1}, [look(10, 0), look(60, 503), look(100, 200)])
-    assert "failed" not in result and result["changed"] is False
-    assert any("Loading shards: 10%" in line for line, newline in lines)
-    assert result["units"]["sglang-dsv4-prefill"]["active"] == "active"
-
-
-def test_a_unit_that_fails_ends_the_wait(watch):
-    look = {"changed": False, "units": {"a": {"active": "failed", "line": "out of memory"}}, "urls": {"u": 0}}
-    result = watch({"units": ["a"], "urls": ["u"]}, [look])[0]
-    assert result["failed"] and "a failed: out of memory" in result["msg"]
-
-
 def test_the_wait_has_an_end(watch):
-    result = watch({"urls": ["u"], "timeout": 10}, [{"changed": False, "urls": {"u": 503}}])[0]
-    assert result["failed"] and "not finished after 1" in result["msg"] and result["urls"] == {"u": 503}
+    result = watch({"job": "j1", "timeout": 10}, [fetch(7)], [{"finished": 0}])[0]
+    assert result["failed"] and "not finished after 1" in result["msg"] and result["status"]["percent"] == 7
 
 
 def test_check_mode_does_not_wait(watch):
@@ -124,4 +104,4 @@ def test_check_mode_does_not_wait(watch):
 
 @pytest.mark.parametrize("args", [{"interval": "often"}, {"timeout": "soon"}])
 def test_words_in_place_of_numbers_are_refused(watch, args):
-    assert watch(args, [{}])[0]["failed"]
+    assert watch({"job": "j1", **args}, [{}])[0]["failed"]

@@ -34,13 +34,6 @@ def test_each_phase_has_words(phase):
     assert view.transfer_line({"phase": phase})
 
 
-def test_a_journal_line_fits_a_terminal():
-    line = "\x1b[32mLoading shards:  43%\x1b[0m |\u2588\u2588\u2588\u258c   | 20/46\x07" + "x" * 500
-    cleaned = view.clean(line)
-    assert cleaned.startswith("Loading shards: 43% | | 20/46") and len(cleaned) <= 160 and "\x1b" not in cleaned
-    assert view.percent_of(line) == 43.0 and view.percent_of("no number") is None
-
-
 def test_a_log_stays_short():
     now = [0.0]
     pace = view.Pace(5, lambda: now[0])
