@@ -16,7 +16,7 @@ import socket
 import struct
 import typing as t
 
-from . import driver, gpu_info
+from . import driver, gpu_info, p2p_probe
 from .driver import finding
 from .host_system import System
 
@@ -29,6 +29,22 @@ SEVERITIES = ("error", "warning", "info")
 BUILD_LIMITS = ((550, None, (6, 17)), (575, None, (6, 17)), (580, "580.159.04", (7, 1)))
 JIT_TOOLKIT = (12, 9)
 IOMMU_PROPOSAL = "iommu=pt"
+
+# Options of the modules, documented in doc_fragments/preflight.py.
+STRINGS = {"type": "list", "elements": "str", "default": []}
+IGNORE = {"ignore": STRINGS}
+PLAN = {
+    "plan": {
+        "type": "dict",
+        "default": {},
+        "options": {
+            "gpu_count": {"type": "int"},
+            "bus_ids": STRINGS,
+            "groups": {"type": "dict", "default": {}},
+            "numa": {"type": "dict", "default": {}},
+        },
+    }
+}
 
 
 # -- inventory --------------------------------------------------------------------------------------------------
@@ -664,7 +680,7 @@ def p2p_findings(result: dict[str, t.Any]) -> list[dict[str, str]]:
                 "p2p_not_tested",
                 "info",
                 f"copies between GPUs were not tested: {result['reason']}",
-                "run the role preflight again when the driver is there and the GPUs are idle",
+                "stop the units and run the play again; the test runs after the driver, while nothing uses the GPUs",
             )
         ]
     findings = []
@@ -705,6 +721,55 @@ def matrix_findings(p2p: dict[str, t.Any] | None, pairs: list[tuple[int, int]]) 
     ]
 
 
+def bar_findings(gpus: list[dict[str, t.Any]]) -> list[dict[str, str]]:
+    """GPUs whose memory does not fit through their window on the bus."""
+    return [
+        finding(
+            "gpu_bar1_below_memory",
+            "warning",
+            f"BAR1 of the GPU at {gpu_info.place(gpu)} is {gpu['bar1_total_mib']} MiB, its memory {gpu['memory_total_mib']} MiB",
+            "switch on Above 4G Decoding and Resizable BAR in the BIOS; peer copies need the whole memory in reach",
+        )
+        for gpu in gpus
+        if gpu["bar1_total_mib"] and gpu["memory_total_mib"] and gpu["bar1_total_mib"] < gpu["memory_total_mib"]
+    ]
+
+
+def gpu_findings(system: System, facts: dict[str, t.Any], plan: dict[str, t.Any]) -> list[dict[str, str]]:
+    """The GPUs against the plan. ``facts`` are those of gpu_info."""
+    groups = plan.get("groups") or {}
+    return (
+        facts["findings"]
+        + numa_findings(facts["gpus"], groups, plan.get("numa") or {}, numa_nodes(system))
+        + matrix_findings(facts["p2p"], peer_pairs(groups))
+        + bar_findings(facts["gpus"])
+    )
+
+
+def copy_between_peers(
+    facts: dict[str, t.Any], groups: dict[str, list[int]], wanted: bool, limit: float, probe: t.Callable[..., dict[str, t.Any]] = p2p_probe.probe
+) -> dict[str, t.Any]:
+    """Run the copy-and-compare test where that is possible, and say why not where it is not."""
+
+    def refused(reason: str) -> dict[str, t.Any]:
+        return {"ran": False, "reason": reason, "pairs": []}
+
+    gpus = {gpu["index"]: gpu for gpu in facts["gpus"]}
+    pairs = [(a, b) for a, b in peer_pairs(groups) if a in gpus and b in gpus]
+    if not wanted:
+        return refused("switched off")
+    if facts["driver"]["state"] != "ok" or facts["source"] == "lspci":
+        return refused(f"the driver is not usable ({facts['driver']['state']})")
+    if not pairs:
+        return refused("no planned pair of GPUs is there")
+    planned = [gpus[index] for index in sorted({index for pair in pairs for index in pair})]
+    busy = [gpu for gpu in planned if gpu["processes"] or "processes" in gpu["unknown"] or (gpu["utilization_percent"] or 0) > 5]
+    if busy:
+        users = sorted({str(process.get("unit") or process["pid"]) for gpu in busy for process in gpu["processes"]})
+        return refused(f"GPUs {[gpu['index'] for gpu in busy]} are in use" + (f" by {', '.join(users)}" if users else ""))
+    return probe([(gpus[a]["bus_id"], gpus[b]["bus_id"]) for a, b in pairs], limit)
+
+
 # -- everything -------------------------------------------------------------------------------------------------
 
 
@@ -738,10 +803,28 @@ def table(findings: list[dict[str, str]], ignored: list[dict[str, str]], width: 
     return lines
 
 
+def answer(findings: list[dict[str, str]], ignore: t.Iterable[str], known: t.Iterable[dict[str, str]] = ()) -> dict[str, t.Any]:
+    """What each of the modules returns of its findings. Those that were shown before (``known``) are not repeated."""
+    shown = {(item["id"], item["what"]) for item in known}
+    left, ignored = sort_and_ignore([item for item in findings if (item["id"], item["what"]) not in shown], ignore)
+    return {
+        "findings": left,
+        "ignored": ignored,
+        "ok": not any(item["severity"] == "error" for item in left),
+        "table": table(left, ignored),
+    }
+
+
+def gather(system: System, given: dict[str, t.Any]) -> dict[str, t.Any]:
+    """Facts of the GPUs for the options of a module."""
+    nvml, reason = gpu_info.load_nvml(given["nvml_path"])
+    plan = {name: given["plan"].get(name) for name in ("gpu_count", "bus_ids", "groups")}
+    return gpu_info.gather(system, nvml, plan=plan, nvml_missing=reason)
+
+
 def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> dict[str, t.Any]:
     """All findings of a host. ``facts`` are those of gpu_info; ``given`` are the module's options."""
     plan = given.get("plan") or {}
-    groups = plan.get("groups") or {}
     units = given.get("units") or []
     state = driver.state(
         system,
@@ -767,11 +850,9 @@ def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> di
         + kernel_findings(state, given.get("driver_version") or "", headers)
         + device_findings(facts["pci"])
         + state_findings(state, facts["driver"], managed)
-        + facts["findings"]
+        + gpu_findings(system, facts, plan)
         + iommu_findings(state, len(facts["pci"]))
         + acs_findings(acs, facts["pci"], acs_answer is not None and acs_answer.code == 0)
-        + numa_findings(facts["gpus"], groups, plan.get("numa") or {}, numa_nodes(system))
-        + matrix_findings(facts["p2p"], peer_pairs(groups))
         + process_findings(facts["gpus"], units)
         + memory_findings(system.read(system.proc("meminfo")), float(given.get("memory_gib") or 0))
         + disk_findings(disk_space(given.get("disk") or []))
@@ -780,16 +861,6 @@ def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> di
         + toolkit_findings(toolkit, facts["driver"].get("cuda_version"), bool(given.get("toolkit_managed")))
         + time_findings(system)
     )
-    for gpu in facts["gpus"]:
-        if gpu["bar1_total_mib"] and gpu["memory_total_mib"] and gpu["bar1_total_mib"] < gpu["memory_total_mib"]:
-            findings.append(
-                finding(
-                    "gpu_bar1_below_memory",
-                    "warning",
-                    f"BAR1 of the GPU at {gpu_info.place(gpu)} is {gpu['bar1_total_mib']} MiB, its memory {gpu['memory_total_mib']} MiB",
-                    "switch on Above 4G Decoding and Resizable BAR in the BIOS; peer copies need the whole memory in reach",
-                )
-            )
     return {
         "findings": findings,
         "facts": {

@@ -24,12 +24,9 @@ options:
     description: Seconds to wait.
     type: int
     default: 300
-  proc_root:
-    description: Where the kernel's proc file system is read.
-    type: path
-    default: /proc
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
+  - blackwell.dsv4.host.proc
 attributes:
   check_mode:
     support: full
@@ -68,7 +65,7 @@ seconds:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import boot_wait
-from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System
+from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import PROC, System
 
 
 def main() -> None:
@@ -76,7 +73,7 @@ def main() -> None:
         argument_spec={
             "old_boot_id": {"type": "str", "required": True},
             "timeout": {"type": "int", "default": 300},
-            "proc_root": {"type": "path", "default": "/proc"},
+            **PROC,
         },
         supports_check_mode=True,
     )

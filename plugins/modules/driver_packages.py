@@ -72,20 +72,14 @@ options:
     description: Public key of O(repository), ASCII armored.
     type: str
     default: ""
-  boot:
-    description: Folder of the kernel images.
-    type: path
-    default: /boot
-  proc_root:
-    description: Where the kernel's proc file system is read.
-    type: path
-    default: /proc
   lock_timeout:
     description: Seconds to wait for apt's locks.
     type: int
     default: 600
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
+  - blackwell.dsv4.host.boot
+  - blackwell.dsv4.host.proc
 attributes:
   check_mode:
     support: full
@@ -164,7 +158,7 @@ import os
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import driver, driver_packages
-from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System
+from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import BOOT, PROC, System
 
 
 def summary(plan: driver_packages.Plan) -> str:
@@ -310,9 +304,9 @@ def main() -> None:
             "keep_holds": {"type": "list", "elements": "str"},
             "repository": {"type": "str", "default": ""},
             "repository_key": {"type": "str", "default": "", "no_log": False},
-            "boot": {"type": "path", "default": "/boot"},
-            "proc_root": {"type": "path", "default": "/proc"},
             "lock_timeout": {"type": "int", "default": 600},
+            **BOOT,
+            **PROC,
         },
         supports_check_mode=True,
     )

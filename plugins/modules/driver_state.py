@@ -27,10 +27,6 @@ options:
     type: list
     elements: str
     default: []
-  boot:
-    description: Folder of the kernel images.
-    type: path
-    default: /boot
   cmdline:
     description: Arguments that the running kernel must have.
     type: list
@@ -50,16 +46,11 @@ options:
     type: list
     elements: str
     default: []
-  proc_root:
-    description: Where the kernel's proc file system is read.
-    type: path
-    default: /proc
-  sys_root:
-    description: Where the kernel's sys file system is read.
-    type: path
-    default: /sys
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
+  - blackwell.dsv4.host.boot
+  - blackwell.dsv4.host.proc
+  - blackwell.dsv4.host.sys
 attributes:
   check_mode:
     support: full
@@ -98,7 +89,7 @@ gpus_on_bus:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import driver, gpu_info
-from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System
+from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import BOOT, PROC, SYS, System
 
 
 def main() -> None:
@@ -107,13 +98,13 @@ def main() -> None:
         argument_spec={
             "family": strings,
             "hold": strings,
-            "boot": {"type": "path", "default": "/boot"},
             "cmdline": strings,
             "cmdline_absent": strings,
             "mok_certificate": {"type": "str", "default": ""},
             "units": strings,
-            "proc_root": {"type": "path", "default": "/proc"},
-            "sys_root": {"type": "path", "default": "/sys"},
+            **BOOT,
+            **PROC,
+            **SYS,
         },
         supports_check_mode=True,
     )

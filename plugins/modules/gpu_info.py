@@ -24,11 +24,6 @@ options:
     elements: str
     choices: [nvml, nvidia-smi, lspci]
     default: [nvml, nvidia-smi, lspci]
-  nvml_path:
-    description:
-      - Virtual environment, or site-packages folder, that has nvidia-ml-py.
-      - Without it, the interpreter's own packages are searched.
-    type: path
   nvidia_smi:
     description: Name or path of nvidia-smi.
     type: str
@@ -58,16 +53,11 @@ options:
         description: GPU indexes by the name of the instance that uses them.
         type: dict
         default: {}
-  proc_root:
-    description: Where the kernel's proc file system is read.
-    type: path
-    default: /proc
-  sys_root:
-    description: Where the kernel's sys file system is read.
-    type: path
-    default: /sys
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
+  - blackwell.dsv4.host.nvml
+  - blackwell.dsv4.host.proc
+  - blackwell.dsv4.host.sys
 attributes:
   check_mode:
     support: full
@@ -190,7 +180,7 @@ seconds:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info
-from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System
+from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import NVML, PROC, SYS, System
 
 
 def main() -> None:
@@ -202,7 +192,6 @@ def main() -> None:
                 "choices": ["nvml", "nvidia-smi", "lspci"],
                 "default": ["nvml", "nvidia-smi", "lspci"],
             },
-            "nvml_path": {"type": "path"},
             "nvidia_smi": {"type": "str", "default": "nvidia-smi"},
             "p2p": {"type": "bool", "default": True},
             "timeout": {"type": "float", "default": 30},
@@ -215,8 +204,9 @@ def main() -> None:
                     "groups": {"type": "dict", "default": {}},
                 },
             },
-            "proc_root": {"type": "path", "default": "/proc"},
-            "sys_root": {"type": "path", "default": "/sys"},
+            **NVML,
+            **PROC,
+            **SYS,
         },
         supports_check_mode=True,
     )

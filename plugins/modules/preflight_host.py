@@ -14,31 +14,10 @@ description:
   - Reads operating system, kernel and headers, GPUs, driver, Secure Boot, IOMMU and ACS, BAR sizes, PCIe width, NUMA nodes, memory, disk, ports,
     the CUDA toolkit, shadowed libraries, the clock, and who else uses the GPUs.
   - Returns all findings at once, each with severity, what, and how to mend it. It changes nothing and never fails because of a finding.
-  - Copies between the GPUs of an instance and compares the bytes, with a time limit, when nothing uses the GPUs. Where it cannot, a finding says so.
+  - Copies between GPUs are the business of M(blackwell.dsv4.preflight_gpus), which needs the driver.
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 options:
-  plan:
-    description: What the inventory wants of the GPUs.
-    type: dict
-    default: {}
-    suboptions:
-      gpu_count:
-        description: How many GPUs the host must have.
-        type: int
-      bus_ids:
-        description: PCI addresses that must have a GPU.
-        type: list
-        elements: str
-        default: []
-      groups:
-        description: GPU indexes by instance.
-        type: dict
-        default: {}
-      numa:
-        description: NUMA node by instance; -1 binds nothing.
-        type: dict
-        default: {}
   listeners:
     description: Ports that the deployment opens, each with C(port) and C(what).
     type: list
@@ -88,36 +67,14 @@ options:
     description: Folder of the CUDA toolkit that is used.
     type: str
     default: /usr/local/cuda
-  p2p:
-    description: Run the copy-and-compare test.
-    type: bool
-    default: true
-  p2p_timeout:
-    description: Seconds for that test.
-    type: float
-    default: 120
-  ignore:
-    description: Ids of findings that are known and accepted.
-    type: list
-    elements: str
-    default: []
-  nvml_path:
-    description: Virtual environment that has nvidia-ml-py.
-    type: path
-  boot:
-    description: Folder of the kernel images.
-    type: path
-    default: /boot
-  proc_root:
-    description: Where the kernel's proc file system is read.
-    type: path
-    default: /proc
-  sys_root:
-    description: Where the kernel's sys file system is read.
-    type: path
-    default: /sys
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
+  - blackwell.dsv4.host.boot
+  - blackwell.dsv4.host.nvml
+  - blackwell.dsv4.host.proc
+  - blackwell.dsv4.host.sys
+  - blackwell.dsv4.preflight
+  - blackwell.dsv4.preflight.plan
 attributes:
   check_mode:
     support: full
@@ -169,7 +126,7 @@ table:
   elements: str
   sample: ["no findings"]
 facts:
-  description: What was read, C(driver), C(driver_cuda), C(toolkit_cuda), C(iommu), C(acs), C(numa_nodes), C(headers), C(counts), C(p2p), C(cmdline_proposed).
+  description: What was read, C(driver), C(driver_cuda), C(toolkit_cuda), C(iommu), C(acs), C(numa_nodes), C(headers), C(counts), C(cmdline_proposed).
   returned: always
   type: dict
   sample: {"driver_cuda": "13.0", "toolkit_cuda": "13.0"}
@@ -177,84 +134,38 @@ facts:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info, p2p_probe, preflight
-from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System
-
-
-def test_peers(facts: dict, groups: dict, wanted: bool, limit: float) -> dict:
-    """Run the copy-and-compare test where that is possible, and say why not where it is not."""
-    gpus = {gpu["index"]: gpu for gpu in facts["gpus"]}
-    pairs = [(a, b) for a, b in preflight.peer_pairs(groups) if a in gpus and b in gpus]
-    if not wanted:
-        return {"ran": False, "reason": "switched off", "pairs": []}
-    if facts["driver"]["state"] != "ok" or facts["source"] == "lspci":
-        return {"ran": False, "reason": f"the driver is not usable ({facts['driver']['state']})", "pairs": []}
-    if not pairs:
-        return {"ran": False, "reason": "no planned pair of GPUs is there", "pairs": []}
-    busy = sorted(
-        {
-            index
-            for pair in pairs
-            for index in pair
-            if gpus[index]["processes"] or "processes" in gpus[index]["unknown"] or (gpus[index]["utilization_percent"] or 0) > 5
-        }
-    )
-    if busy:
-        return {"ran": False, "reason": f"GPUs {busy} are in use", "pairs": []}
-    return p2p_probe.probe([(gpus[a]["bus_id"], gpus[b]["bus_id"]) for a, b in pairs], limit)
+from ansible_collections.blackwell.dsv4.plugins.module_utils import preflight
+from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import BOOT, NVML, PROC, SYS, System
 
 
 def main() -> None:
-    strings = {"type": "list", "elements": "str", "default": []}
     module = AnsibleModule(
         argument_spec={
-            "plan": {
-                "type": "dict",
-                "default": {},
-                "options": {
-                    "gpu_count": {"type": "int"},
-                    "bus_ids": strings,
-                    "groups": {"type": "dict", "default": {}},
-                    "numa": {"type": "dict", "default": {}},
-                },
-            },
             "listeners": {"type": "list", "elements": "dict", "default": []},
             "disk": {"type": "list", "elements": "dict", "default": []},
             "memory_gib": {"type": "float", "default": 0},
-            "units": strings,
-            "family": strings,
-            "hold": strings,
+            "units": preflight.STRINGS,
+            "family": preflight.STRINGS,
+            "hold": preflight.STRINGS,
             "driver_managed": {"type": "bool", "default": True},
             "driver_version": {"type": "str", "default": ""},
             "mok_certificate": {"type": "str", "default": ""},
             "toolkit_managed": {"type": "bool", "default": True},
             "cuda_home": {"type": "str", "default": "/usr/local/cuda"},
-            "p2p": {"type": "bool", "default": True},
-            "p2p_timeout": {"type": "float", "default": 120},
-            "ignore": strings,
-            "nvml_path": {"type": "path"},
-            "boot": {"type": "path", "default": "/boot"},
-            "proc_root": {"type": "path", "default": "/proc"},
-            "sys_root": {"type": "path", "default": "/sys"},
+            **BOOT,
+            **NVML,
+            **PROC,
+            **SYS,
+            **preflight.IGNORE,
+            **preflight.PLAN,
         },
         supports_check_mode=True,
     )
     given = module.params
     system = System(given["proc_root"], given["sys_root"])
-    nvml, reason = gpu_info.load_nvml(given["nvml_path"])
-    plan = given["plan"]
-    facts = gpu_info.gather(system, nvml, plan={key: plan.get(key) for key in ("gpu_count", "bus_ids", "groups")}, nvml_missing=reason)
+    facts = preflight.gather(system, given)
     result = preflight.host(system, facts, given)
-    peers = test_peers(facts, plan.get("groups") or {}, given["p2p"], given["p2p_timeout"])
-    findings, ignored = preflight.sort_and_ignore(result["findings"] + preflight.p2p_findings(peers), given["ignore"])
-    module.exit_json(
-        changed=False,
-        findings=findings,
-        ignored=ignored,
-        ok=not any(item["severity"] == "error" for item in findings),
-        table=preflight.table(findings, ignored),
-        facts={**result["facts"], "p2p": peers},
-    )
+    module.exit_json(changed=False, **preflight.answer(result["findings"], given["ignore"]), facts=result["facts"])
 
 
 if __name__ == "__main__":

@@ -45,13 +45,9 @@ options:
     description: Version of ansible-core on the controller.
     type: str
     default: ""
-  ignore:
-    description: Ids of findings that are known and accepted.
-    type: list
-    elements: str
-    default: []
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
+  - blackwell.dsv4.preflight
 attributes:
   check_mode:
     support: full
@@ -116,18 +112,11 @@ def main() -> None:
             "environments": {"type": "dict", "default": {}},
             "allow_cuda_compat": {"type": "bool", "default": False},
             "core_version": {"type": "str", "default": ""},
-            "ignore": {"type": "list", "elements": "str", "default": []},
+            **preflight.IGNORE,
         },
         supports_check_mode=True,
     )
-    findings, ignored = preflight.sort_and_ignore(preflight.inventory(module.params), module.params["ignore"])
-    module.exit_json(
-        changed=False,
-        findings=findings,
-        ignored=ignored,
-        ok=not any(item["severity"] == "error" for item in findings),
-        table=preflight.table(findings, ignored),
-    )
+    module.exit_json(changed=False, **preflight.answer(preflight.inventory(module.params), module.params["ignore"]))
 
 
 if __name__ == "__main__":

@@ -289,6 +289,12 @@ system = System(sys.argv[1] + "/proc", sys.argv[1] + "/sys", search_path=sys.arg
 print(json.dumps(gpu_info.gather(system, pynvml, sources=json.loads(sys.argv[2]))))
 """
 
+COPY = """
+import json, sys
+from ansible_collections.blackwell.dsv4.plugins.module_utils import p2p_probe
+print(json.dumps(p2p_probe.probe(json.loads(sys.argv[2]), 3)))
+"""
+
 
 class StandIn:
     def __init__(self, folder, library):
@@ -305,6 +311,12 @@ class StandIn:
         (self.folder / "proc/driver/nvidia/version").write_text(text, encoding="utf-8")
 
     def ask(self, *sources):
+        return self.run(ASK, sources or ["nvml", "nvidia-smi", "lspci"])
+
+    def copy(self, *pairs):
+        return self.run(COPY, pairs)
+
+    def run(self, program, argument):
         (self.folder / "gpus.json").write_text(json.dumps(self.description), encoding="utf-8")
         environment = {
             **os.environ,
@@ -314,7 +326,7 @@ class StandIn:
             "PYTHONPATH": str(ROOT / ".collections"),
         }
         done = subprocess.run(
-            [sys.executable, "-c", ASK, str(self.folder), json.dumps(sources or ["nvml", "nvidia-smi", "lspci"])],
+            [sys.executable, "-c", program, str(self.folder), json.dumps(argument)],
             env=environment,
             capture_output=True,
             text=True,
@@ -413,3 +425,18 @@ def test_p2p_that_is_refused_is_shown(stand_in):
     stand_in.description["p2p"] = [{"gpus": [0, 5], "read": "chipset_not_supported"}]
     read = stand_in.ask()["p2p"]["read"]
     assert read[0][5] == read[5][0] == "chipset_not_supported" and read[0][4] == "ok"
+
+
+def test_copies_between_gpus_go_through_the_cuda_library(stand_in):
+    a, b, c = (gpu["bus_id"] for gpu in stand_in.description["gpus"][:3])
+    assert [row["status"] for row in stand_in.copy((a, b), (b, a))["pairs"]] == ["ok", "ok"]
+    stand_in.description["p2p"] = [
+        {"gpus": [0, 1], "copy": "wrong_data"},
+        {"gpus": [1, 2], "read": "chipset_not_supported"},
+        {"gpus": [0, 2], "copy": "hang"},
+    ]
+    rows = stand_in.copy((a, b), (b, c), (c, a), (a, c))["pairs"]
+    assert [row["status"] for row in rows] == ["wrong_data", "no_peer_access", "timeout", "not_tried"]
+    assert "of 4096 bytes differ although the copy reported success" in rows[0]["reason"]
+    stand_in.load("580.126.09")
+    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in stand_in.copy((a, b))["reason"]
