@@ -35,6 +35,7 @@ class Operation:
 
 MOST_REASONS = 20
 _enabled: set[str] = set()
+_rows: dict[str, dict[str, list[list[int]]]] = {}
 _said: set[tuple[str, str]] = set()
 
 
@@ -43,16 +44,23 @@ def strict() -> bool:
     return os.environ.get("DSV4_SM120_STRICT", "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def enable(names: set[str]) -> None:
-    """Sets which operations the hooks serve in this process."""
+def enable(names: set[str], rows: dict[str, dict[str, list[list[int]]]] | None = None) -> None:
+    """Sets which operations the hooks serve in this process; rows: {operation: {variant: ranges}} of those that serve some
+    shapes only."""
     _enabled.clear()
     _enabled.update(names)
+    _rows.clear()
+    _rows.update(rows or {})
     _said.clear()
 
 
-def enabled(name: str) -> bool:
-    """Says whether an operation is on."""
-    return name in _enabled
+def enabled(name: str, rows: int | None = None, variant: str = "all") -> bool:
+    """Says whether an operation is on, for calls of so many rows when they are given."""
+    if name not in _enabled:
+        return False
+    if rows is None or name not in _rows:
+        return True
+    return any(first <= rows <= last for first, last in _rows[name].get(variant, ()))
 
 
 def fell_back(name: str, reason: str) -> None:

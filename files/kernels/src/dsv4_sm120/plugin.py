@@ -179,7 +179,7 @@ def register() -> None:
         faults = apply(items)
         left_out.update(faults)
         items = {name: item for name, item in items.items() if name not in faults}
-        operation.enable(set(items))
+        operation.enable(set(items), chosen.rows)
     for name, reason in left_out.items():
         stop_if_strict(f"{name} is left out: {reason}")
     if scheduler:

@@ -3,11 +3,15 @@
 
 The record (schema 1) is JSON:
 
-    {"schema": 1, "source_hash": "<build>", "operations": {"topk": {"choice": "ours", "selftest": "pass", ...}, ...}}
+    {"schema": 1, "source_hash": "<build>", "state": "complete", "key": "<what it holds for>", "measured_on": {"gpu": ...},
+     "operations": {"topk": {"choice": "ours", "selftest": "pass", "rows": {"all": [[1, 64]]}, "reason": "..."}, ...},
+     "details": {"cells": ...}}
 
-choice is 'ours' or 'stock', selftest 'pass', 'fail' or 'none'; other keys are for people. Precedence:
-DSV4_SM120_KERNELS, if set, names the operations; else the record's choices count; without either nothing is applied. A
-record of another build chooses nothing. An operation whose self-test failed in a record of this build is never applied.
+choice is 'ours' or 'stock', selftest 'pass', 'fail' or 'none'; rows says, by variant of the call, for how many rows ours was
+faster (without it: for all). details holds the times, for people; everything else stays the same as long as the decision
+does. Precedence: DSV4_SM120_KERNELS, if set, names the operations; else the record's choices count; without either nothing is
+applied. Where the record chose ours its rows count in both cases. A record of another build chooses nothing. An operation
+whose self-test failed in a record of this build is never applied.
 """
 
 from __future__ import annotations
@@ -26,11 +30,13 @@ class SelectionError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """wanted: operations to apply; source: where that was said; left_out: {operation: reason}."""
+    """wanted: operations to apply; source: where that was said; left_out: {operation: reason}; rows: {operation: {variant:
+    ranges of rows}} of those that serve some shapes only."""
 
     wanted: tuple[str, ...]
     source: str
     left_out: dict[str, str]
+    rows: dict[str, dict[str, list[list[int]]]] = dataclasses.field(default_factory=dict)
 
 
 def read_record(path: pathlib.Path) -> dict:
@@ -49,7 +55,33 @@ def read_record(path: pathlib.Path) -> dict:
             raise SelectionError(f"selection record {path}: {name} has no choice 'ours' or 'stock'")
         if entry.get("selftest", "none") not in ("pass", "fail", "none"):
             raise SelectionError(f"selection record {path}: {name} has selftest {entry['selftest']!r}")
+        if not _are_rows(entry.get("rows", {})):
+            raise SelectionError(f"selection record {path}: {name} has rows {entry['rows']!r}")
     return record
+
+
+def _are_rows(rows: object) -> bool:
+    def is_range(value: object) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(type(item) is int for item in value)
+
+    return isinstance(rows, dict) and all(
+        isinstance(ranges, list) and all(is_range(value) for value in ranges) for ranges in rows.values()
+    )
+
+
+def write_record(path: pathlib.Path, record: dict) -> None:
+    """Replaces the file at once: whoever reads it finds the former record or this one, whole."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            json.dump(record, stream, indent=1, sort_keys=True)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.chmod(0o644)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def select(known: tuple[str, ...], source_hash: str, environment: dict[str, str] | None = None) -> Selection:
@@ -86,4 +118,7 @@ def select(known: tuple[str, ...], source_hash: str, environment: dict[str, str]
     for name in names:
         if record and record["operations"].get(name, {}).get("selftest") == "fail":
             left_out[name] = "its self-test failed on this host"
-    return Selection(tuple(dict.fromkeys(name for name in names if name not in left_out)), source, left_out)
+    wanted = tuple(dict.fromkeys(name for name in names if name not in left_out))
+    chosen = {name: record["operations"].get(name, {}) for name in wanted} if record else {}
+    rows = {name: entry["rows"] for name, entry in chosen.items() if entry.get("choice") == "ours" and "rows" in entry}
+    return Selection(wanted, source, left_out, rows)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds every operation against its reference on the GPU at hand, each in a process of its own with a time limit.
+
+Run as a program with the name of an operation it is that process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+
+from . import children, contests
+
+PASS, FAIL, NONE = "pass", "fail", "none"
+# for one operation
+SECONDS = 180.0
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of one operation: status pass, fail or none (nothing to prove it with), and why it did not pass."""
+
+    status: str
+    reason: str = ""
+    checks: int = 0
+    faults: dict[str, str] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    timed_out: bool = False
+
+
+def prove(operation: str, seconds: float, progress: Callable[[str], None] = lambda line: None) -> Result:
+    """Runs one operation's checks in a child; anything but an orderly end with every check right is a failure."""
+    if operation not in contests.modules():
+        return Result(NONE, "it has no self-test")
+    result = Result(PASS)
+    begun, doing, announced = time.monotonic(), "its start", 0
+
+    def said(document: dict) -> None:
+        nonlocal doing, announced
+        if "checking" in document:
+            doing = document["checking"]
+        elif "checked" in document:
+            result.checks += 1
+            if document["fault"]:
+                result.faults[document["checked"]] = document["fault"]
+            doing = f"the check after '{document['checked']}'"
+        elif "total" in document:
+            announced = document["total"]
+
+    ended = children.run("selftest", [operation], seconds, said)
+    result.seconds, result.timed_out = round(time.monotonic() - begun, 1), ended.timed_out
+    if ended.fault:
+        result.faults[doing] = ended.fault
+    elif not announced or result.checks != announced:
+        result.faults[doing] = f"{result.checks} of {announced or 'an unknown number of'} checks ran"
+    if result.faults:
+        result.status = FAIL
+        name, fault = next(iter(result.faults.items()))
+        result.reason = f"{name}: {fault}"
+    progress(f"selftest {operation}: {result.status}, {result.checks} checks in {result.seconds:.0f} s {result.reason}".rstrip())
+    return result
+
+
+def prove_all(
+    operations: list[str], seconds: float, deadline: float | None = None, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Result]:
+    """Proves operations one after another, each within `seconds` and all before the deadline (of time.monotonic)."""
+    found = {}
+    for name in operations:
+        left = seconds if deadline is None else min(seconds, deadline - time.monotonic())
+        found[name] = prove(name, left, progress)
+        if left < seconds and found[name].timed_out:
+            # cut short: this says nothing against the kernel
+            found[name] = Result(NONE, children.NO_TIME)
+    return found
+
+
+def child(operation: str) -> int:
+    """Runs the checks of one operation in this process."""
+    checks = list(contests.contest(operation).checks())
+    import torch
+
+    for name, check in checks:
+        children.tell(checking=name)
+        try:
+            fault = check()
+            torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - whatever a check raises is its fault
+            fault = f"{type(error).__name__}: {error}"[:400]
+        children.tell(checked=name, fault=fault)
+    children.tell(total=len(checks))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(child(sys.argv[1]))

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""selftest and select as an operator runs them, over a copy of the package with a GPU that is pretended and one operation
+more, whose kernels take the times that the test feeds."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+FILES = {
+    "dsv4_sm120/gpu.py": """
+        class NoGpu(RuntimeError): pass
+        def visible(): return [{"name": "Pretended", "uuid": "GPU-0", "capability": "12.0"}]
+        def driver(): return "580.95.05"
+    """,
+    "dsv4_sm120/timing.py": """
+        import itertools, os, random
+        class Flush: pass
+        class Graph:
+            def __init__(self, work): self.work = work
+            def replay(self): self.work()
+        def capture(work): return Graph(work)
+        def times(graphs, flush, repeats):
+            rng = random.Random(1)
+            return {name: [graph.work() + rng.gauss(0, 0.05) for _ in range(repeats)] for name, graph in graphs.items()}
+    """,
+    "dsv4_sm120/contestants.py": "absent = {'deepgemm': 'ModuleNotFoundError: deep_gemm'}\n",
+    "torch/__init__.py": """
+        from . import cuda
+        __version__ = "2.14.1"
+    """,
+    "torch/cuda.py": """
+        def synchronize(): pass
+        def empty_cache(): pass
+        def get_device_capability(device): return (12, 0)
+    """,
+    "dsv4_sm120/made/__init__.py": "",
+    "dsv4_sm120/made/hook.py": """
+        from ..operation import Operation
+        OPERATIONS = [Operation("made", (), ()), Operation("other", (), ())]
+    """,
+    "dsv4_sm120/made/contest.py": """
+        import json, os, signal, time
+        from ..contests import Bout, Cell, Contest
+        FEED = json.loads(os.environ.get("FEED", "{}"))
+        def act(what):
+            if what == "crash": os.kill(os.getpid(), signal.SIGSEGV)
+            if what == "hang": time.sleep(600)
+            if what == "raise": raise RuntimeError("refused")
+            if what == "exit": raise SystemExit(0)
+            return what
+        def checks(operation):
+            def found():
+                yield "first", lambda: None
+                yield "second", lambda: act(FEED.get("check " + operation))
+                yield "third", lambda: None
+            return found
+        def cells(deployment): return [Cell("all", rows, n) for rows in deployment.rows for n in (4096, None)]
+        def bout(operation):
+            def made(cell, deployment):
+                print("a library says something", flush=True)
+                feed = FEED.get(f"{operation} {cell.rows}", {})
+                base = {"ours": 6.0, "engine": 10.0, "peer": 5.0} | feed
+                works = {name: lambda what=what: act(what) for name, what in base.items()}
+                return Bout(works, lambda name, result: "off by 1" if result == -1 else None)
+            return made
+        CONTESTS = [Contest(name, checks(name), cells, bout(name), {"sm_120a": ("engine",)}) for name in ("made", "other")]
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copytree(ROOT / "src/dsv4_sm120", folder / "dsv4_sm120", ignore=shutil.ignore_patterns("__pycache__", "lib"))
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return folder
+
+
+@pytest.fixture
+def deployment(tmp_path):
+    path = tmp_path / "deployment.json"
+    instance = {"heads": 16, "max_batch": 4, "rows_per_request": 1, "kernels": ["made", "other"]}
+    path.write_text(json.dumps({"schema": 1, "context_length": 8192, "instances": {"decode": instance}}))
+    return path
+
+
+def run(tree, *arguments, feed=None):
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "dsv4_sm120.cli", *map(str, arguments)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tree), "FEED": json.dumps(feed or {})},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def prove(tree, feed=None, *arguments):
+    code, out, _err = run(tree, "selftest", "--json", "--operations", "made,other", *arguments, feed=feed)
+    return code, json.loads(out)["operations"]
+
+
+def select(tree, deployment, feed=None, *arguments):
+    out = deployment.with_name("selection.json")
+    code, _out, err = run(tree, "select", "--topology", deployment, "--out", out, "--key", "k", *arguments, feed=feed)
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
+    return code, json.loads(out.read_text()), err
+
+
+def test_every_check_passes(tree):
+    code, found = prove(tree)
+    assert code == 0 and {name: (one["status"], one["checks"]) for name, one in found.items()} == {
+        "made": ("pass", 3),
+        "other": ("pass", 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("off by 1", "second: off by 1"),
+        ("raise", "second: RuntimeError: refused"),
+        ("crash", "second: signal SIGSEGV"),
+        ("hang", "second: took longer than 2 s"),
+        # an orderly end in the middle is no success
+        ("exit", "second: 1 of an unknown number of checks ran"),
+    ],
+)
+def test_a_broken_kernel_is_refused_and_takes_no_other_down(tree, what, reason):
+    code, found = prove(tree, {"check made": what}, "--time-limit", "2")
+    assert code == 1 and found["made"]["status"] == "fail" and found["made"]["reason"].startswith(reason)
+    assert found["other"]["status"] == "pass"
+
+
+def test_the_table_names_every_fault(tree):
+    code, out, err = run(tree, "selftest", "--operations", "made", feed={"check made": "off by 1"})
+    assert code == 1 and "made       fail" in out and "second: off by 1" in out and "selftest made: fail" in err
+
+
+def test_the_faster_one_is_chosen(tree, deployment):
+    code, record, err = select(tree, deployment, {"made 4": {"ours": 12.0}, "other 1": {"ours": 10.05}, "other 4": {"ours": 11}})
+    assert code == 0 and record["state"] == "complete" and record["key"] == "k"
+    made, other = record["operations"]["made"], record["operations"]["other"]
+    assert made["choice"] == "ours" and made["rows"] == {"all": [[1, 1]]} and made["selftest"] == "pass"
+    assert other["choice"] == "stock" and other["rows"] == {}
+    cells = record["details"]["cells"]["other"]
+    assert [cell["winner"] for cell in cells] == ["tie", "tie", "stock", "stock"]
+    facts = {"gpu": "Pretended", "driver": "580.95.05", "torch": "2.14.1", "engine": "unknown"}
+    assert facts.items() <= record["measured_on"].items() and record["details"]["absent"]["deepgemm"]
+    assert "made 1/4 all, 1 rows, 4k tokens: ours 6.0, engine 10.0, peer 5.0 us: ours by" in err
+    assert "a library says something" in err
+
+
+def test_a_slowed_kernel_flips_and_the_rest_stays(tree, deployment):
+    _code, record, _err = select(tree, deployment)
+    _code, slowed, _err = select(tree, deployment, {"made 1": {"ours": 60.0}, "made 4": {"ours": 60.0}})
+    assert record["operations"]["made"]["choice"] == "ours" and slowed["operations"]["made"]["choice"] == "stock"
+    assert record["operations"]["other"] == slowed["operations"]["other"]
+
+
+def test_noise_alone_changes_nothing_but_the_details(tree, deployment):
+    first, second = (select(tree, deployment, {"made 1": {"ours": ours}})[1] for ours in (6.0, 6.3))
+    assert first.pop("details") != second.pop("details") and first == second
+
+
+def test_a_wrong_kernel_is_not_timed(tree, deployment):
+    code, record, err = select(tree, deployment, {"check made": "off by 1"})
+    assert code == 0 and record["operations"]["made"] == {
+        "choice": "stock",
+        "selftest": "fail",
+        "rows": {},
+        "reason": "its self-test failed: second: off by 1",
+    }
+    assert record["operations"]["other"]["choice"] == "ours" and "made 1/4" not in err
+
+
+@pytest.mark.parametrize(("what", "reason"), [("crash", "signal SIGSEGV"), ("raise", "RuntimeError: refused"), (-1, "off by 1")])
+def test_without_the_engines_own_there_is_no_win(tree, deployment, what, reason):
+    code, record, _err = select(tree, deployment, {"made 1": {"engine": what}, "made 4": {"engine": what}})
+    assert code == 0 and record["operations"]["made"]["choice"] == "stock"
+    assert reason in record["operations"]["made"]["reason"]
+    assert record["operations"]["other"]["choice"] == "ours"
+
+
+def test_a_peer_that_crashes_is_left_out_and_the_cells_are_measured(tree, deployment):
+    code, record, _err = select(tree, deployment, {"made 4": {"peer": "crash"}})
+    assert code == 0 and record["operations"]["made"]["rows"] == {"all": [[1, 4]]}
+    cells = record["details"]["cells"]["made"]
+    assert len(cells) == 4 and "SIGSEGV" in cells[2]["wrong"]["peer"] and "peer" not in cells[3]["median_us"]
+
+
+def test_ours_that_crashes_while_it_is_timed_never_serves(tree, deployment):
+    code, record, _err = select(tree, deployment, {"made 4": {"ours": "crash"}})
+    made = record["operations"]["made"]
+    assert code == 0 and made["choice"] == "stock" and made["selftest"] == "fail" and "while it was timed" in made["reason"]
+
+
+def test_when_the_time_runs_out_the_record_is_valid_and_says_so(tree, deployment):
+    code, record, _err = select(tree, deployment, {"other 4": {"ours": "hang"}}, "--time-limit", "4")
+    assert code == 4 and record["state"] == "partial"
+    assert record["operations"]["made"]["choice"] == "ours"
+    other = record["operations"]["other"]
+    assert other["rows"] == {"all": [[1, 1]]} and "1 not decided: there was no time to measure it" in other["reason"]
+    code, _out, err = run(tree, "show", deployment.with_name("selection.json"))
+    assert code == 0, err
+
+
+def test_a_limit_that_cuts_the_selftest_blames_no_kernel(tree, deployment):
+    code, record, _err = select(tree, deployment, {"check made": "hang"}, "--time-limit", "2")
+    assert code == 4 and record["state"] == "partial"
+    assert {entry["selftest"] for entry in record["operations"].values()} == {"none"}
+    assert {entry["reason"] for entry in record["operations"].values()} == {"no time left"}
+
+
+def test_operations_of_another_build_are_named(tree, deployment):
+    document = json.loads(deployment.read_text())
+    document["instances"]["decode"]["kernels"] = ["made", "absent", "nothing"]
+    deployment.write_text(json.dumps(document))
+    _code, record, _err = select(tree, deployment)
+    assert record["operations"]["absent"]["reason"] == "this build does not have it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"schema": 2}', '{"schema": 1, "context_length": 8192, "instances": {"d": {"kernels": ["made"]}}}',
+     '{"schema": 1, "context_length": 12, "instances": {}}'],
+)  # fmt: skip
+def test_a_deployment_that_cannot_be_read_is_a_clear_line(tree, tmp_path, text):
+    path = tmp_path / "deployment.json"
+    path.write_text(text)
+    code, _out, err = run(tree, "select", "--topology", path, "--out", tmp_path / "out.json")
+    assert code == 1 and err.startswith("dsv4-sm120: ") and "Traceback" not in err and not (tmp_path / "out.json").exists()
+
+
+def test_show_prints_choices_cells_and_who_was_absent(tree, deployment):
+    select(tree, deployment, {"made 4": {"ours": 12.0}})
+    code, out, _err = run(tree, "show", deployment.with_name("selection.json"))
+    assert code == 0
+    assert "build unbuilt, complete, on Pretended, driver 580.95.05" in out
+    assert "made       ours    pass       1         faster than the engine's own in 1 of 2 shapes" in out
+    assert "all, 4 rows, mixed tokens" in out and "absent: deepgemm: ModuleNotFoundError" in out
+
+
+def test_a_machine_without_a_gpu_says_so():
+    command = [sys.executable, "-B", "-m", "dsv4_sm120.cli"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, "selftest"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and done.stderr.startswith("dsv4-sm120: no CUDA GPU: ") and not done.stdout
+
+
+def test_the_command_line_explains_itself():
+    for words in ([], ["selftest"], ["select"], ["show"]):
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "dsv4_sm120.cli", *words, "-h"],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "exit status" in done.stdout or words == ["show"]
+        assert all(len(line.split("  ")) > 1 for line in done.stdout.splitlines() if line.startswith("  --"))
