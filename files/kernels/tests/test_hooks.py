@@ -5,8 +5,9 @@ import types
 
 import pytest
 
-from dsv4_sm120 import _lib, indexer, operation, topk
+from dsv4_sm120 import _lib, indexer, operation, sparse_mla, topk
 from dsv4_sm120.indexer import hook as indexer_hook
+from dsv4_sm120.sparse_mla import hook as sparse_mla_hook
 from dsv4_sm120.topk import hook as topk_hook
 
 
@@ -205,3 +206,31 @@ def test_a_failed_launch_is_fatal_in_strict_mode(calls, monkeypatch):
     select, _logits = engine(calls)
     with pytest.raises(_lib.KernelError):
         select(Tensor(4, 512), LENGTHS, TABLE, OUT, 64)
+
+
+def test_ours_serves_the_rows_that_it_won(calls):
+    backend = Backend(calls)
+    operation.enable({"topk", "indexer"}, {"topk": {"all": [[1, 2], [5, 64]]}, "indexer": {"all": [[4, 4]]}})
+    backend.run()
+    assert [name for name, _arguments in calls] == ["indexer", "stock topk"]
+    calls.clear()
+    operation.enable({"topk", "indexer", "indexer_topk"}, {"indexer_topk": {"all": [[1, 3]]}})
+    backend.run()
+    assert [name for name, _arguments in calls] == ["indexer", "topk"]
+    calls.clear()
+    operation.enable({"topk", "indexer", "indexer_topk"}, {"indexer_topk": {"all": [[4, 16]]}})
+    backend.run()
+    assert [name for name, _arguments in calls] == ["fused"]
+
+
+@pytest.mark.parametrize(
+    ("page", "rows", "served"),
+    [(None, 1, True), (None, 9, False), (64, 9, True), (2, 1, False), (256, 1, False)],
+)
+def test_ours_serves_the_layers_that_it_won(monkeypatch, page, rows, served):
+    monkeypatch.setattr(sparse_mla, "flash_mla_with_kvcache_sm120", lambda **call: "ours")
+    operation.enable({"sparse_mla"}, {"sparse_mla": {"swa": [[1, 4]], "c4": [[1, 64]]}})
+    extra = None if page is None else Tensor(10, page, 1, 584)
+    found = sparse_mla_hook.around(lambda **call: "stock", q=Tensor(rows, 1, 16, 512), extra_k_cache=extra)
+    operation.enable(set())
+    assert found == ("ours" if served else "stock")

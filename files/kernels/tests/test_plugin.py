@@ -201,6 +201,7 @@ def test_a_bad_record_is_a_clear_line(with_registry, tmp_path):
     assert code == 1 and "selection record" in text
     code, text = run(with_registry, IN_SCHEDULER, selection=str(tmp_path / "none.json"))
     assert code == 0 and "selection record" in text and "stock" in text
+    assert "applied: nothing; left out: nothing; chosen by nothing that could be read" in text
 
 
 @engine

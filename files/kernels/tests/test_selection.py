@@ -77,6 +77,8 @@ def test_a_record_of_another_build_chooses_nothing(tmp_path):
         '{"schema": 1, "source_hash": "x", "operations": {"topk": {}}}',
         '{"schema": 1, "source_hash": "x", "operations": {"topk": {"choice": "fast"}}}',
         '{"schema": 1, "source_hash": "x", "operations": {"topk": {"choice": "ours", "selftest": "maybe"}}}',
+        '{"schema": 1, "source_hash": "x", "operations": {"topk": {"choice": "ours", "rows": [[1, 4]]}}}',
+        '{"schema": 1, "source_hash": "x", "operations": {"topk": {"choice": "ours", "rows": {"all": [[1, true]]}}}}',
     ],
 )
 def test_a_malformed_record_is_an_error(tmp_path, text):
@@ -89,3 +91,24 @@ def test_a_malformed_record_is_an_error(tmp_path, text):
 def test_a_missing_record_is_an_error(tmp_path):
     with pytest.raises(selection.SelectionError, match="none.json"):
         choose(selection=str(tmp_path / "none.json"))
+
+
+def test_rows_count_where_the_record_chose_ours(tmp_path):
+    rows = {"all": [[1, 4]]}
+    path = record(
+        tmp_path / "r.json", topk={"choice": "ours", "rows": rows}, indexer={"choice": "stock", "rows": {}}
+    )
+    assert choose(selection=path).rows == {"topk": rows}
+    # the operator's word goes before the record's choice, not before what the record knows of its own choice
+    both = choose(selection=path, kernels="topk,indexer")
+    assert both.wanted == ("topk", "indexer") and both.rows == {"topk": rows}
+
+
+def test_a_record_is_replaced_at_once(tmp_path):
+    path = tmp_path / "r.json"
+    selection.write_record(path, {"schema": 1, "source_hash": BUILD, "operations": {}})
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        selection.write_record(path, {"schema": 1, "source_hash": {1}})
+    assert path.read_text() == before and [item.name for item in tmp_path.iterdir()] == ["r.json"]
+    assert path.stat().st_mode & 0o777 == 0o644

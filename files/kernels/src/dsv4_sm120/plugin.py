@@ -161,7 +161,7 @@ def register() -> None:
         chosen = selection.select(tuple(every), build["source_hash"])
     except selection.SelectionError as error:
         stop_if_strict(str(error))
-        return
+        chosen = selection.Selection((), "nothing that could be read", {})
     left_out = dict(chosen.left_out)
     items = {name: every[name] for name in chosen.wanted}
     version = engine_version()

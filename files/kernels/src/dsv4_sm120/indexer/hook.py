@@ -48,8 +48,9 @@ def logits_around(
     original, q_fp8, kvcache_fp8, weight, seq_lens, page_table, deep_gemm_metadata, max_seq_len, clean_logits=True
 ):
     """AROUND hook for the engine's two paged indexers; both take and give the same."""
-    name = "indexer_topk" if _scope.fusing and operation.enabled("indexer_topk") else "indexer"
-    if operation.enabled(name):
+    rows = q_fp8.shape[0]
+    name = "indexer_topk" if _scope.fusing and operation.enabled("indexer_topk", rows) else "indexer"
+    if operation.enabled(name, rows):
         next_n = _scope.next_n if q_fp8.shape[0] % _scope.next_n == 0 else 1
         reason = "clean logits are wanted" if clean_logits else None
         reason = reason or indexer.refusal(q_fp8, kvcache_fp8, weight, seq_lens, page_table, max_seq_len, next_n)

@@ -15,17 +15,25 @@ NAME = "sparse_mla"
 MAX_ROWS = 512
 
 
+def variant(extra_k_cache) -> str:
+    """Names the kind of layer by what the host can see, the page of its second cache: swa, c4 or c128."""
+    if extra_k_cache is None:
+        return "swa"
+    return {64: "c4", 2: "c128"}.get(extra_k_cache.shape[1], "other")
+
+
 def around(original, *args, **kwargs):
     """AROUND hook for the engine's flash_mla_with_kvcache_sm120, which is called with keywords alone.
 
     DSV4_SM120_MLA_MAX_ROWS changes the number of rows up to which this kernel serves.
     """
-    if not operation.enabled(NAME):
+    rows = None if args else kwargs["q"].shape[0]
+    if not operation.enabled(NAME, rows, variant(kwargs.get("extra_k_cache"))):
         return original(*args, **kwargs)
     most = int(os.environ.get("DSV4_SM120_MLA_MAX_ROWS") or MAX_ROWS)
     if args:
         operation.fell_back(NAME, "positional arguments")
-    elif kwargs["q"].shape[0] > most:
+    elif rows > most:
         operation.fell_back(NAME, f"more than {most} rows")
     else:
         try:

@@ -15,7 +15,7 @@ def around(original, scores, seq_lens, page_tables, out_page_indices, page_size,
 
     if indexer_hook.finish(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices):
         return None
-    if operation.enabled("topk"):
+    if operation.enabled("topk", scores.shape[0]):
         reason = topk.refusal(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices)
         if reason is None:
             try:
