@@ -81,7 +81,7 @@ def with_registry(fake_engine):
 
 
 PRELUDE = """
-import json, logging, pathlib, sys
+import json, logging, pathlib, sys, types
 logging.basicConfig(level=logging.INFO, format='%(name)s %(message)s')
 from dsv4_sm120 import _lib, fingerprints, operation, plugin
 from dsv4_sm120.topk import hook
@@ -114,7 +114,7 @@ def run_scheduler_process():
     plugin.register()
 run_scheduler_process()
 from sglang import user
-print(user.topk_transform_paged(1, 2, 3, 4, 5))
+print(user.topk_transform_paged(types.SimpleNamespace(shape=(1, 8)), 2, 3, 4, 5))
 """
 
 
