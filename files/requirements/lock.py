@@ -29,6 +29,8 @@ HEADER = ("# Made by files/requirements/lock.py from {name}.in; don't edit.\n"
 PROJECT = """[tool.uv]
 environments = ["sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"]
 """
+# Locked without their requirements.
+ALONE = ("benchmark",)
 COMMON = ("python_full_version < '3.14'", "platform_machine == 'x86_64'", "sys_platform == 'linux'")
 
 
@@ -48,6 +50,8 @@ def compile_lock(name, upgrade):
         overrides = HERE / (name.split("-")[0] + ".overrides")
         if overrides.exists():
             argv += ["--override", str(overrides)]
+        if name in ALONE:
+            argv.append("--no-deps")
         if upgrade:
             argv.append("--upgrade")
         subprocess.run(argv, check=True, cwd=folder)

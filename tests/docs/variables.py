@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 BEGIN = "<!-- variables: made by tests/docs/variables.py from the argument specs -->"
 END = "<!-- variables: end -->"
-# In the order of the site playbook.
+# In the order of the site playbook; then what other playbooks run.
 ROLES = (
     "preflight",
     "nvidia_driver",
@@ -32,6 +32,7 @@ ROLES = (
     "sglang_dsv4",
     "verification",
     "deployment_record",
+    "benchmark",
 )
 
 
