@@ -6,40 +6,13 @@ from __future__ import annotations
 import torch
 
 from dsv4_sm120 import indexer, timing, topk
+from dsv4_sm120.indexer.contest import case, ours
 from dsv4_sm120.topk.bench import K, PAGE, WIDTH, lengths_of
 
 
 def inputs(lengths: list[int], width: int, next_n: int = 1):
     """Returns (q, cache, weights, lengths, table, width) on the GPU; each request has its own pages, shuffled."""
-    generator = torch.Generator("cuda").manual_seed(11)
-    rows = len(lengths)
-    requests = rows // next_n
-    needed = [-(-max(lengths[i * next_n : (i + 1) * next_n]) // PAGE) for i in range(requests)]
-    pool = sum(needed)
-    cache = torch.empty(pool, PAGE * 132, dtype=torch.uint8, device="cuda")
-    for start in range(0, pool, 8192):
-        part = cache[start : start + 8192]
-        keys = torch.randn(part.shape[0], 8192, device="cuda", generator=generator)
-        part[:, :8192] = keys.to(torch.float8_e4m3fn).view(torch.uint8)
-        scales = torch.rand(part.shape[0], PAGE, device="cuda", generator=generator) + 0.5
-        part[:, 8192:] = scales.view(torch.uint8)
-    order = torch.randperm(pool, device="cuda", generator=generator).int()
-    table = torch.zeros(rows, -(-width // PAGE), dtype=torch.int32, device="cuda")
-    for request in range(requests):
-        first = sum(needed[:request])
-        for row in range(request * next_n, (request + 1) * next_n):
-            table[row, : needed[request]] = order[first : first + needed[request]]
-    q = torch.randn(rows, 1, 64, 128, device="cuda", generator=generator).to(torch.float8_e4m3fn)
-    weights = torch.randn(rows, 64, device="cuda", generator=generator)
-    seq = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    return q, cache.view(pool, PAGE, 1, 132), weights, seq, table, width
-
-
-def ours(q, cache, weights, lengths, table, width, next_n=1):
-    """The indexer alone, its logits allocated as the engine's callers do."""
-    logits = torch.empty(q.shape[0], width, device="cuda")
-    indexer.launch(q, cache, weights, lengths, table, logits, None, next_n)
-    return logits
+    return case(lengths, width, next_n, poison=False)
 
 
 def agree(case, got: torch.Tensor, tolerance: float) -> bool:

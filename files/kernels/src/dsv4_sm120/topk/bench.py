@@ -3,24 +3,18 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 
 from dsv4_sm120 import timing, topk
+from dsv4_sm120.topk import contest
+from dsv4_sm120.topk.contest import K, PAGE
 
-K, PAGE, WIDTH = 512, 64, 131072
+WIDTH = 131072
 
 
 def lengths_of(batch: int, kind) -> list[int]:
-    """Returns a batch of lengths: all the same, or log-uniform ones that hold a long and a short row."""
-    if kind != "mixed":
-        return [kind] * batch
-    rng = random.Random(batch)
-    drawn = [int(2 ** rng.uniform(8, 17)) for _ in range(batch)]
-    drawn[0] = WIDTH
-    drawn[-1] = 1024
-    return drawn
+    """Returns a batch of lengths, all the same or "mixed"."""
+    return contest.lengths_of(batch, None if kind == "mixed" else kind, WIDTH)
 
 
 def measure(batch: int, kind, flush: timing.Flush, contestants, repeats: int) -> dict[str, float]:
