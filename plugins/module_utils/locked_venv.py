@@ -17,6 +17,8 @@ import shutil
 import subprocess
 import tempfile
 
+from .host_files import make_parents
+
 MARKER = ".dsv4-venv.json"
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([^\s;]+)")
 
@@ -204,7 +206,7 @@ def build(path, key, text, python, version, wheels=(), wheel_dir="", index_url="
         if os.path.islink(path) or not os.path.isdir(path):
             raise VenvError("%s is in the way and no folder" % path)
         shutil.rmtree(path)
-    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    make_parents(path)
     inside = os.path.join(path, "bin", "python")
     scratch = tempfile.mkdtemp(prefix="dsv4-lock-")
     try:
@@ -238,12 +240,12 @@ def build(path, key, text, python, version, wheels=(), wheel_dir="", index_url="
 
 
 def check_problems(output, missing_ok=()):
-    """What pip check complains of, without packages that are left out on purpose."""
+    """What pip check complains of, without packages that are left out on purpose; * stands for any."""
     allowed = {normal_name(name) for name in missing_ok}
     found = []
     for line in output.strip().splitlines():
         match = re.search(r" requires ([A-Za-z0-9._-]+), which is not installed", line)
-        if line.strip() and not (match and normal_name(match.group(1)) in allowed):
+        if line.strip() and not (match and ("*" in allowed or normal_name(match.group(1)) in allowed)):
             found.append(line.strip())
     return found
 

@@ -45,6 +45,11 @@ options:
     description: The interpreter that the environment is made with.
     type: path
     default: /usr/bin/python3
+  python_versions:
+    description: Versions of Python, such as V(3.13), that the lock serves; another one is refused. Any will do when it is empty.
+    type: list
+    elements: str
+    default: []
   wheels:
     description: Further wheels on the target that are installed without their dependencies.
     type: list
@@ -67,7 +72,7 @@ options:
     type: bool
     default: true
   missing_ok:
-    description: Packages that a requirement names and that the lock leaves out on purpose.
+    description: Packages that a requirement names and that the lock leaves out on purpose. V(*) stands for any.
     type: list
     elements: str
     default: []
@@ -146,6 +151,7 @@ def main():
             "name": {"type": "str"},
             "path": {"type": "path"},
             "python": {"type": "path", "default": "/usr/bin/python3"},
+            "python_versions": {"type": "list", "elements": "str", "default": []},
             "wheels": {"type": "list", "elements": "path", "default": []},
             "wheel_dir": {"type": "path"},
             "index_url": {"type": "str", "no_log": True},
@@ -162,6 +168,8 @@ def main():
         supports_check_mode=True,
     )
     given = module.params
+    # Whatever root's own is: the service user reads what is installed here.
+    os.umask(0o022)
     problems = logic.problems_of_lock(given["lock"], given["require_hashes"])
     if problems:
         module.fail_json(msg="the lock is unfit: %s" % "; ".join(problems[:5]), problems=problems)
@@ -172,6 +180,9 @@ def main():
             module.exit_json(changed=True, path=given["path"] or "", key="", python="",
                              msg="would first need an interpreter: %s" % error)
         module.fail_json(msg=str(error), tail=error.tail)
+    if given["python_versions"] and ".".join(version.split(".")[:2]) not in given["python_versions"]:
+        module.fail_json(msg="%s is Python %s; the lock serves %s. Name another interpreter." % (
+            given["python"], version, ", ".join(given["python_versions"])))
     wheels = list(given["wheels"]) + logic.wheels_of(logic.split_lock(given["lock"])[2], given["wheel_dir"])
     missing = [wheel for wheel in given["wheels"] if not os.path.isfile(wheel)]
     if missing:

@@ -15,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import locked_venv as logic
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_probe_cases import run_module  # noqa: E402
+
+from ansible_collections.blackwell.dsv4.plugins.module_utils import locked_venv as logic  # noqa: E402
 
 REQUIREMENTS = Path(__file__).resolve().parents[4] / "files/requirements"
 HASH = "--hash=sha256:" + "0" * 64
@@ -152,6 +156,7 @@ def test_pip_check_and_what_is_left_out_on_purpose(tmp_path):
     output = "sglang 0.5.23 requires outlines, which is not installed.\nx 1 has requirement y==2, but you have y 3.\n"
     assert logic.check_problems(output, ["Outlines"]) == ["x 1 has requirement y==2, but you have y 3."]
     assert len(logic.check_problems(output)) == 2
+    assert logic.check_problems(output, ["*"]) == ["x 1 has requirement y==2, but you have y 3."]
     path = str(tmp_path / "engine-1")
 
     class Incomplete(Runner):
@@ -168,6 +173,23 @@ def test_an_interpreter_that_is_not_there():
     with pytest.raises(logic.VenvError, match="does not run"):
         logic.python_version("/nonexistent/python")
     assert logic.python_version(sys.executable).startswith("3.")
+
+
+def test_a_python_that_the_lock_does_not_serve_is_refused_before_anything_is_made(tmp_path):
+    lock = "dsv4-small==1.0 --hash=sha256:%s\n" % ("0" * 64)
+    answer = run_module("locked_venv", {"root": str(tmp_path / "venvs"), "name": "x", "lock": lock, "python": sys.executable,
+                                        "python_versions": ["3.1"]})
+    assert answer["failed"] is True and "the lock serves 3.1." in answer["msg"] and sys.executable in answer["msg"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_may_enter_the_folders_whatever_the_umask_is(tmp_path):
+    before = os.umask(0o077)
+    try:
+        logic.build(str(tmp_path / "root/venvs/x"), "k", LOCK, "python3", "3.13", run=Runner(str(tmp_path / "root/venvs/x")))
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("root", "root/venvs")] == [0o755, 0o755]
 
 
 def small_wheel(folder, name="dsv4_small", version="1.0"):
