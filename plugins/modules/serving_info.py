@@ -43,7 +43,7 @@ options:
     type: str
     default: ""
   verify:
-    description: Releases whose files are compared with their manifest.
+    description: Releases whose files are compared with their manifest; V(current) and V(previous) name those that the links point to.
     type: list
     elements: str
     default: []
@@ -160,6 +160,8 @@ def main():
     given = module.params
     root = given["root"]
     names = given["active"] + given["inactive"]
+    links = {name: releases.linked(root, name) for name in ("current", "previous")}
+    verify = [name for name in (links.get(name, name) for name in given["verify"]) if name]
     facts = logic.units(names)
     changed_files = {}
     problem = ""
@@ -174,7 +176,7 @@ def main():
     different = logic.differences(facts, given["active"], given["inactive"], stale)
     different += ["%s is not as in the release" % name for name in sorted(changed_files)]
     different += [problem] if problem else []
-    if given["release"] and releases.linked(root, "current") != given["release"]:
+    if given["release"] and links["current"] != given["release"]:
         different.append("%s is not the current release" % given["release"])
     single = [entry for entry in given["listeners"] if entry.get("port") == entry.get("port_end", entry.get("port"))]
     ports = logic.port_holders(single, names) if single else []
@@ -185,11 +187,11 @@ def main():
         stale=sorted(stale),
         baseline={name: 0 if name in stale or unit["active_state"] not in logic.RUNNING else unit["restarts"]
                   for name, unit in facts.items()},
-        current=releases.linked(root, "current"),
-        previous=releases.linked(root, "previous"),
+        current=links["current"],
+        previous=links["previous"],
         releases=releases.known(root),
-        problems={name: releases.problems(releases.folder(root, name)) for name in given["verify"]},
-        manifests={name: releases.read_manifest(releases.folder(root, name)) or {} for name in given["verify"]},
+        problems={name: releases.problems(releases.folder(root, name)) for name in verify},
+        manifests={name: releases.read_manifest(releases.folder(root, name)) or {} for name in verify},
         ports=[dict(holder, sentence=logic.stranger_sentence(holder)) for holder in ports],
         strangers=[logic.stranger_sentence(holder) for holder in ports if not holder["own"]],
     )
