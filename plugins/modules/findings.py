@@ -18,7 +18,7 @@ author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
 options:
   path:
-    description: The record. Its folder must exist.
+    description: The record. Folders that are missing above it are made.
     type: path
     required: true
   preamble:
@@ -77,6 +77,7 @@ import os
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import findings
+from ansible_collections.blackwell.dsv4.plugins.module_utils.host_files import make_parents
 
 
 def main() -> None:
@@ -101,6 +102,7 @@ def main() -> None:
             before, module.params["preamble"], date, module.params["title"], module.params["body"], module.params["key"]
         )
         if after is not None and not module.check_mode:
+            make_parents(path)
             findings.write_atomic(path, after, 0o644)
     except (findings.FindingsError, OSError, UnicodeDecodeError) as error:
         module.fail_json(msg=f"{path}: {error}")
