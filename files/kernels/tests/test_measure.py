@@ -221,6 +221,29 @@ def test_a_limit_that_cuts_the_selftest_blames_no_kernel(tree, deployment):
     assert {entry["reason"] for entry in record["operations"].values()} == {"no time left"}
 
 
+def test_an_earlier_selftest_is_taken_for_the_same_build_gpu_and_driver_only(tree, deployment):
+    kept = deployment.with_name("selftest.json")
+    code, out, _err = run(tree, "selftest", "--out", kept, "--operations", "made", feed={"check made": "off by 1"})
+    assert code == 1 and "off by 1" in out
+    code, record, err = select(tree, deployment, None, "--selftest", kept)
+    # made is not proved again, other is
+    assert record["operations"]["made"]["selftest"] == "fail" and record["operations"]["other"]["selftest"] == "pass"
+    assert "selftest other: pass" in err and "selftest made" not in err
+    document = json.loads(kept.read_text())
+    for name in ("source_hash", "driver", "uuid", "capability"):
+        kept.write_text(json.dumps(document | {name: "another"}))
+        code, _record, err = select(tree, deployment, None, "--selftest", kept)
+        assert code == 1 and f"the self-test was of {name} another" in err
+    for text in ("", "[]", "{}", '{"schema": 1, "operations": {"made": {"state": 1}}}'):
+        kept.write_text(text)
+        assert select(tree, deployment, None, "--selftest", kept)[0] == 1
+
+
+def test_a_dry_run_touches_nothing(tree):
+    code, out, err = run(tree, "selftest", "--dry-run", "--operations", "made", feed={"check made": "crash"})
+    assert (code, out, err) == (0, "would prove made on Pretended (GPU-0)\n", "")
+
+
 def test_operations_of_another_build_are_named(tree, deployment):
     document = json.loads(deployment.read_text())
     document["instances"]["decode"]["kernels"] = ["made", "absent", "nothing"]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -74,12 +73,18 @@ def parser() -> argparse.ArgumentParser:
     prove.add_argument(
         "--time-limit", type=seconds, default=selftest.SECONDS, metavar="S", help="seconds for each operation (%(default).0f)"
     )
+    prove.add_argument("--dry-run", action="store_true", help="only say on which GPU what would be proved")
+    prove.add_argument("--out", type=pathlib.Path, metavar="FILE", help="keep the result as JSON in this file too")
     choose.add_argument(
         "--topology", type=pathlib.Path, required=True, metavar="FILE",
         help='the deployment\'s shapes: {"schema": 1, "context_length": N, "instances": {NAME: {"heads": N, "max_batch": N, '
         '"rows_per_request": N, "kernels": [...]}}}',
     )  # fmt: skip
     choose.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE", help="the record")
+    choose.add_argument(
+        "--selftest", type=pathlib.Path, metavar="FILE",
+        help="what `selftest --out` left for this build and this GPU; default: run the self-test",
+    )  # fmt: skip
     choose.add_argument("--key", default="", help="what the record holds for, kept in it as it is")
     choose.add_argument("--time-limit", type=seconds, default=1200.0, metavar="S", help="seconds for everything (%(default).0f)")
     choose.add_argument("--repeats", type=int, default=40, metavar="N", help="replays of each contestant and cell (%(default)s)")
@@ -94,22 +99,24 @@ def parser() -> argparse.ArgumentParser:
 
 def run_selftest(options: argparse.Namespace) -> int:
     """dsv4-sm120 selftest."""
-    devices = gpu.visible()
-    results = selftest.prove_all(list(options.operations or plugin.operations()), options.time_limit, progress=say)
-    found = {name: dataclasses.asdict(result) for name, result in results.items()}
-    if options.json:
-        document = {"source_hash": build_info()["source_hash"], **devices[0], "driver": gpu.driver(), "operations": found}
-        print(json.dumps(document, indent=1, sort_keys=True))
-    else:
-        print(show.selftest(found))
+    device, wanted = gpu.visible()[0], list(options.operations or plugin.operations())
+    if options.dry_run:
+        print(f"would prove {', '.join(wanted)} on {device['name']} ({device['uuid']})")
+        return OK
+    results = selftest.prove_all(wanted, options.time_limit, progress=say)
+    document = selftest.document(results, device)
+    if options.out:
+        selection.write_record(options.out, document)
+    print(json.dumps(document, indent=1, sort_keys=True) if options.json else show.selftest(document["operations"]))
     return FAILED if any(result.status == selftest.FAIL for result in results.values()) else OK
 
 
 def run_select(options: argparse.Namespace) -> int:
     """dsv4-sm120 select."""
     record = measure.select(
-        options.topology, options.out, options.key, options.operations, options.time_limit, options.repeats, say
-    )
+        options.topology, options.out, options.key, options.operations, options.time_limit, options.repeats, say,
+        selftest.read(options.selftest) if options.selftest else None,
+    )  # fmt: skip
     print(json.dumps(record, indent=1, sort_keys=True) if options.json else show.record(record))
     return OK if record["state"] == measure.COMPLETE else UNFINISHED
 
@@ -134,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     except gpu.NoGpu as error:
         say(f"dsv4-sm120: {error}")
         return NO_GPU
-    except (contests.DeploymentError, selection.SelectionError, OSError) as error:
+    except (contests.DeploymentError, selection.SelectionError, selftest.ResultError, OSError) as error:
         say(f"dsv4-sm120: {error}")
         return FAILED
     return OK

@@ -71,14 +71,17 @@ def select(
     seconds: float = 1200.0,
     repeats: int = 40,
     progress: Callable[[str], None] = lambda line: None,
+    proved: dict | None = None,
 ) -> dict:
     """Measures within so many seconds and returns the record; the file is a valid one from the first moment on.
 
-    Raises gpu.NoGpu, contests.DeploymentError, and OSError when the record cannot be written.
+    proved: what selftest.read() gave; without it, and for operations that it does not know, the self-test runs first. Raises
+    gpu.NoGpu, contests.DeploymentError, selftest.ResultError, and OSError when the record cannot be written.
     """
     deadline = time.monotonic() + seconds
     deployment = contests.read_deployment(deployment_path)
     device = gpu.visible()[0]
+    earlier = selftest.results(proved, device) if proved else {}
     wanted = operations or deployment.operations
     facts = {"gpu": device["name"], "uuid": device["uuid"], "capability": device["capability"], "driver": gpu.driver()}
     facts |= {"engine": plugin.engine_version()}
@@ -88,7 +91,9 @@ def select(
     for name, reason in unable.items():
         entries[name]["reason"] = reason
     recorder.write()
-    recorder.proofs = selftest.prove_all(able, selftest.SECONDS, deadline, progress)
+    recorder.proofs = {name: result for name, result in earlier.items() if name in able}
+    rest = [name for name in able if name not in earlier]
+    recorder.proofs |= selftest.prove_all(rest, selftest.SECONDS, deadline, progress)
     for name, result in recorder.proofs.items():
         entries[name]["selftest"] = result.status
         if result.status != selftest.PASS:

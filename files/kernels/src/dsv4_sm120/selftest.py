@@ -7,12 +7,15 @@ Run as a program with the name of an operation it is that process.
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 import sys
 import time
 from collections.abc import Callable
 
-from . import children, contests
+from . import build_info, children, contests, gpu
 
+SCHEMA = 1
 PASS, FAIL, NONE = "pass", "fail", "none"
 # for one operation
 SECONDS = 180.0
@@ -75,6 +78,42 @@ def prove_all(
             # cut short: this says nothing against the kernel
             found[name] = Result(NONE, children.NO_TIME)
     return found
+
+
+class ResultError(ValueError):
+    """The result of an earlier self-test cannot be used."""
+
+
+def document(results: dict[str, Result], device: dict[str, str]) -> dict:
+    """Returns results as JSON: of which build, on which GPU, under which driver."""
+    operations = {name: dataclasses.asdict(result) for name, result in results.items()}
+    return {"schema": SCHEMA, **_where(device), "operations": operations}
+
+
+def read(path: pathlib.Path) -> dict:
+    """Returns what an earlier self-test left; raises ResultError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["schema"] != SCHEMA:
+            raise ResultError(f"{path}: schema {found['schema']}, not {SCHEMA}")
+        {name: Result(**entry) for name, entry in found["operations"].items()}
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ResultError):
+            raise
+        raise ResultError(f"{path}: {error!r}") from error
+    return found
+
+
+def results(found: dict, device: dict[str, str]) -> dict[str, Result]:
+    """Returns the results of an earlier self-test; raises ResultError when it was of another build, GPU or driver."""
+    for name, value in _where(device).items():
+        if found.get(name) != value:
+            raise ResultError(f"the self-test was of {name} {found.get(name)}, this is {value}")
+    return {name: Result(**entry) for name, entry in found["operations"].items()}
+
+
+def _where(device: dict[str, str]) -> dict[str, str]:
+    return {"source_hash": build_info()["source_hash"], "driver": gpu.driver(), **device}
 
 
 def child(operation: str) -> int:
