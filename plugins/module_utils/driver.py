@@ -645,8 +645,9 @@ def mok_steps(certificate: str) -> str:
         ""
         if certificate
         else (
-            "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=dsv4 module signing/' -outform DER "
-            f"-keyout {os.path.dirname(path)}/MOK.priv -out {path}); set nvidia_driver_mok_certificate and nvidia_driver_mok_key; "
+            f"make a key: `mkdir -p -m 0700 {os.path.dirname(path)} && openssl req -new -x509 -newkey rsa:2048 -nodes -days 3650 "
+            f"-subj '/CN=dsv4 module signing/' -outform DER -keyout {os.path.dirname(path)}/MOK.priv -out {path}`; "
+            f"set nvidia_driver_mok_certificate to {path} and nvidia_driver_mok_key to {os.path.dirname(path)}/MOK.priv; "
         )
     )
     enrol = f"run `mokutil --import {path}` and give a one-time password; reboot with a console attached and choose Enroll MOK"

@@ -18,6 +18,7 @@ import time
 import typing as t
 
 from . import driver
+from .gpu_info import unit_of
 from .host_system import System
 
 LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock", "/var/lib/apt/lists/lock", "/var/cache/apt/archives/lock")
@@ -261,7 +262,8 @@ def half_way(
     return Problem(
         "driver_packages_not_configured",
         what,
-        f"read {make_log or '/var/lib/dkms/nvidia/<version>/build/make.log'}; then pin a driver that builds for that kernel, or boot the older kernel",
+        f"do not reboot; read {make_log or '/var/lib/dkms/nvidia/<version>/build/make.log'}, then set nvidia_driver_version to a driver that builds for "
+        "that kernel and run again; or go back with the role's rollback.yml",
         packages=[entry["name"] for entry in packages],
         kernels=failed,
         make_log=make_log,
@@ -280,6 +282,11 @@ def lock_holder(path: str) -> int | None:
     except OSError:
         return None
     return answer[4] if answer[0] != fcntl.F_UNLCK else None
+
+
+def holder_words(held: dict[str, t.Any]) -> str:
+    unit = f", {held['unit']}" if held["unit"] else ""
+    return f"{held['path']} is held by process {held['pid']} ({held['command']}{unit})"
 
 
 class Apt:
@@ -383,26 +390,30 @@ class Apt:
 
     # changing
 
+    def lock_held(self) -> dict[str, t.Any] | None:
+        """Who holds a lock of apt or dpkg: path, pid, command and unit; None when nobody does."""
+        for path in LOCKS:
+            pid = lock_holder(self.system.at(path))
+            if pid:
+                command = (self.system.read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip() or "unknown command"
+                return {"path": path, "pid": pid, "command": command, "unit": unit_of(self.system.read(f"/proc/{pid}/cgroup"))}
+        return None
+
     def wait_for_locks(self, sleep: t.Callable[[float], None] = time.sleep, clock: t.Callable[[], float] = time.monotonic) -> float:
         """Wait until nobody holds a lock of apt or dpkg. Ends nobody. Returns the seconds waited."""
         began = clock()
         while True:
-            holders = {}
-            for path in LOCKS:
-                pid = lock_holder(self.system.at(path))
-                if pid:
-                    holders[path] = pid
-            if not holders:
+            held = self.lock_held()
+            if not held:
                 return clock() - began
             if clock() - began >= self.lock_timeout:
-                path, pid = next(iter(holders.items()))
-                command = (self.system.read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip() or "unknown command"
                 raise Problem(
                     "apt_locked",
-                    f"{path} is held by process {pid} ({command}) for longer than {self.lock_timeout:g} s",
-                    "let it end, or raise nvidia_driver_apt_lock_timeout",
-                    pid=pid,
-                    command=command,
+                    f"{holder_words(held)} for longer than {self.lock_timeout:g} s",
+                    "let it end and run again, or raise nvidia_driver_apt_lock_timeout; a dpkg that is killed leaves packages half configured",
+                    pid=held["pid"],
+                    command=held["command"],
+                    unit=held["unit"],
                 )
             sleep(min(2.0, max(0.1, self.lock_timeout / 20)))
 

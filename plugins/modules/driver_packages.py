@@ -146,10 +146,18 @@ summary:
   type: str
   sample: install nvidia-utils-580=580.95.05-0ubuntu1; hold nvidia-utils-580
 finding:
-  description: What went wrong, with C(id), C(what) and C(hint).
+  description: What went wrong. More keys depend on RV(finding.id), such as C(pid) of the process that holds apt's lock.
   returned: failure
   type: dict
-  sample: {"id": "package_not_offered", "what": "package nvidia-open-590 not offered by configured repositories", "hint": ""}
+  contains:
+    id:
+      description:
+        - One of V(package_not_offered), V(package_version_not_offered), V(packages_conflict), V(driver_packages_not_configured),
+          V(apt_locked), V(apt_update_failed), V(apt_mark_failed), V(apt_failed).
+      type: str
+      sample: package_not_offered
+    what: {description: What it is., type: str, sample: package nvidia-open-590 not offered by configured repositories}
+    hint: {description: How to mend it., type: str, sample: let it end and run again}
 """
 
 import glob
@@ -249,6 +257,9 @@ def run(module: AnsibleModule, apt: driver_packages.Apt, system: System) -> dict
         "repaired": plan.broken,
         "summary": summary(plan),
     }
+    lock = apt.lock_held() if plan.changed and module.check_mode else None
+    if lock:
+        module.warn(f"{driver_packages.holder_words(lock)}; a run waits for it, {apt.lock_timeout:g} s at most")
     after, held_after = before, held
     if plan.changed and not module.check_mode:
         ending = None

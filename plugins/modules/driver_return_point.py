@@ -64,10 +64,15 @@ EXAMPLES = r"""
 
 RETURN = r"""
 point:
-  description: The return point, with C(number), C(packages), C(held), C(files) and C(kernel).
+  description: The return point.
   returned: always
   type: dict
-  sample: {"number": 2, "packages": {"nvidia-utils-580": "580.95.05-0ubuntu1"}, "held": [], "files": {}}
+  contains:
+    number: {description: Its number., type: int, sample: 2}
+    packages: {description: Versions by package., type: dict, sample: {"nvidia-utils-580": "580.95.05-0ubuntu1"}}
+    held: {description: Packages that were held., type: list, elements: str, sample: [nvidia-utils-580]}
+    files: {description: "Contents by path; null for a file that was not there.", type: dict, sample: {"/etc/apt/preferences.d/dsv4-nvidia.pref": null}}
+    kernel: {description: Kernel that was running., type: str, sample: 6.8.0-90-generic}
 present:
   description: Packages of the scope that are installed now.
   returned: always

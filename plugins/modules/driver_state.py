@@ -71,14 +71,65 @@ EXAMPLES = r"""
 
 RETURN = r"""
 state:
-  description:
-    - Module loaded (C(loaded_version), C(loaded_flavour)), installed for the running kernel (C(installed_version)) and for the target kernel
-      (C(target_version), C(target_flavour)), C(kernel), C(target_kernel), C(kernels), C(dkms), C(packages) with C(package_states), C(held),
-      C(not_held), C(secure_boot), C(key_enrolled), C(cmdline), C(cmdline_configured), C(cmdline_grub), C(iommu), C(run_installer),
-      C(active_units), C(boot_id), C(reboot_required), C(reboot_reasons) and C(findings).
+  description: The driver now, and what the next boot would have. A value that could not be read is null.
   returned: always
   type: dict
-  sample: {"loaded_version": "580.95.05", "target_version": "580.126.09", "reboot_required": true}
+  contains:
+    loaded_version: {description: Version of the module that is loaded., type: str, sample: 580.95.05}
+    loaded_flavour: {description: V(open) or V(proprietary)., type: str, sample: open}
+    installed_version: {description: Version of the module on disk for the running kernel., type: str, sample: 580.95.05}
+    installed_flavour: {description: V(open) or V(proprietary)., type: str, sample: open}
+    installed_signer: {description: Who signed that module., type: str, sample: dsv4 module signing}
+    kernel: {description: The running kernel., type: str, sample: 6.8.0-90-generic}
+    modules: {description: "Loaded modules of the driver, and nouveau.", type: list, elements: str, sample: [nvidia, nvidia_uvm]}
+    nouveau_loaded: {description: Whether nouveau is loaded., type: bool, sample: false}
+    target_kernel: {description: Kernel that will boot., type: str, sample: 6.8.0-100-generic}
+    target_kernel_reason: {description: Why that is not certain., type: str, sample: GRUB_DEFAULT is 2}
+    target_version: {description: Version of the module for that kernel., type: str, sample: 580.126.09}
+    target_flavour: {description: V(open) or V(proprietary)., type: str, sample: open}
+    target_signer: {description: Who signed that module., type: str, sample: dsv4 module signing}
+    kernels: {description: Kernels that can boot., type: list, elements: str, sample: [6.8.0-90-generic, 6.8.0-100-generic]}
+    dkms:
+      description: What DKMS says.
+      type: list
+      elements: dict
+      contains:
+        module: {description: Name of the module., type: str, sample: nvidia}
+        version: {description: Version of the driver., type: str, sample: 580.126.09}
+        kernel: {description: Kernel that it was built for., type: str, sample: 6.8.0-90-generic}
+        arch: {description: Architecture., type: str, sample: x86_64}
+        state: {description: "V(added), V(built) or V(installed).", type: str, sample: installed}
+    dkms_reason: {description: Why DKMS could not be asked., type: str, sample: dkms is not installed}
+    packages: {description: Versions of the installed packages of O(family)., type: dict, sample: {"nvidia-utils-580": "580.126.09-0ubuntu1"}}
+    package_states: {description: "Their states, V(installed), V(unpacked), V(half_configured) and so on.", type: dict, sample: {"nvidia-utils-580": "installed"}}
+    held: {description: Packages of O(hold) that are held., type: list, elements: str, sample: [nvidia-utils-580]}
+    not_held: {description: Packages of O(hold) that are not., type: list, elements: str, sample: []}
+    secure_boot: {description: "V(on), V(off), V(unsupported) or V(unknown).", type: str, sample: "off"}
+    key_enrolled: {description: Whether the firmware has O(mok_certificate)., type: bool, sample: true}
+    cmdline: {description: The running command line., type: list, elements: str, sample: [quiet, iommu=pt]}
+    cmdline_configured: {description: Arguments in GRUB's settings., type: list, elements: str, sample: [quiet, iommu=pt]}
+    cmdline_grub: {description: Arguments in GRUB's menu., type: list, elements: str, sample: [quiet, iommu=pt]}
+    iommu:
+      description: The IOMMU.
+      type: dict
+      contains:
+        running: {description: "As the kernel's groups show it, V(off), V(pt), V(translated) or V(unknown).", type: str, sample: pt}
+        asked_running: {description: As the running command line asks., type: str, sample: pt}
+        asked_configured: {description: As the next boot's command line asks., type: str, sample: pt}
+    run_installer: {description: Whether the driver came by the vendor's C(.run) installer., type: bool, sample: false}
+    active_units: {description: Units of O(units) that are active., type: list, elements: str, sample: [sglang-dsv4-decode]}
+    boot_id: {description: Id of this boot., type: str, sample: 2b3a6e0c-0b6a-4d3c-9c51-3f2c0a6f6b1d}
+    reboot_required: {description: Whether a reboot is due., type: bool, sample: true}
+    reboot_reasons: {description: Why., type: list, elements: str, sample: ["module 580.126.09 is installed, 580.95.05 is loaded"]}
+    findings:
+      description: What is wrong.
+      type: list
+      elements: dict
+      contains:
+        id: {description: Name of the finding., type: str, sample: driver_not_held}
+        severity: {description: "V(error), V(warning) or V(info).", type: str, sample: warning}
+        what: {description: What is wrong., type: str, sample: "not held, an upgrade may move them: libnvidia-compute-580"}
+        hint: {description: How to mend it., type: str, sample: hold them}
 gpus_on_bus:
   description: NVIDIA GPUs on the PCI bus.
   returned: always

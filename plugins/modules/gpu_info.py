@@ -113,7 +113,17 @@ gpus:
     power_draw_w: {description: Power draw in watts., type: float, sample: 31.0}
     temperature_c: {description: Temperature in degrees Celsius., type: int, sample: 31}
     utilization_percent: {description: Utilization., type: int, sample: 0}
-    processes: {description: "Compute processes with pid, name, used_mib, unit, parent and uid.", type: list, elements: dict, sample: []}
+    processes:
+      description: Compute processes.
+      type: list
+      elements: dict
+      contains:
+        pid: {description: Process id., type: int, sample: 4711}
+        name: {description: Name of the process., type: str, sample: "sglang::scheduler_TP0"}
+        used_mib: {description: Its memory on the GPU in MiB., type: int, sample: 78000}
+        unit: {description: systemd unit that it belongs to., type: str, sample: sglang-dsv4-decode.service}
+        parent: {description: Its parent's process id., type: int, sample: 4700}
+        uid: {description: User that it runs as., type: int, sample: 990}
     usable: {description: Whether a plan can use this GPU., type: bool, sample: true}
     unusable_reason: {description: Why not., type: str, sample: GPU requires reset}
     wedged: {description: "Busy, drawing power and holding memory with no process on it.", type: bool, sample: false}
@@ -124,52 +134,96 @@ source:
   type: str
   sample: nvml
 sources:
-  description: Who was asked, with the reason of each that did not answer.
+  description: Who was asked.
   returned: always
   type: list
   elements: dict
-  sample: [{"source": "nvml", "ok": true, "reason": null}]
+  contains:
+    source: {description: "V(nvml), V(nvidia-smi) or V(lspci).", type: str, sample: nvml}
+    ok: {description: Whether it answered., type: bool, sample: true}
+    reason: {description: Why not., type: str, sample: "nvidia-ml-py cannot be loaded: No module named 'pynvml'"}
 driver:
-  description:
-    - Module loaded and installed (version and flavour), library version, C(cuda_version) that the driver offers, and C(state), one of
-      V(ok), V(not_installed), V(not_loaded), V(nouveau), V(reboot_required), V(wrong_flavour), V(adapter_init_failed), V(unknown),
-      with C(reason) and C(hint).
+  description: The driver. A value that could not be read is null.
   returned: always
   type: dict
-  sample: {"state": "ok", "loaded_version": "580.95.05", "loaded_flavour": "open", "installed_version": "580.95.05", "cuda_version": "13.0"}
+  contains:
+    state:
+      description: One of V(ok), V(not_installed), V(not_loaded), V(nouveau), V(reboot_required), V(wrong_flavour), V(adapter_init_failed), V(unknown).
+      type: str
+      sample: ok
+    reason: {description: "Why, when it is not V(ok).", type: str, sample: "module 580.95.05 is loaded, 580.126.09 is installed"}
+    hint: {description: What to do., type: str, sample: reboot the host}
+    loaded_version: {description: Version of the module that is loaded., type: str, sample: 580.95.05}
+    loaded_flavour: {description: V(open) or V(proprietary)., type: str, sample: open}
+    installed_version: {description: Version of the module on disk for the running kernel., type: str, sample: 580.95.05}
+    installed_flavour: {description: V(open) or V(proprietary)., type: str, sample: open}
+    installed_signer: {description: Who signed that module., type: str, sample: dsv4 module signing}
+    library_version: {description: Version of the driver's library., type: str, sample: 580.95.05}
+    cuda_version: {description: CUDA version that the driver offers., type: str, sample: "13.0"}
+    kernel: {description: The running kernel., type: str, sample: 6.8.0-90-generic}
+    modules: {description: "Loaded modules of the driver, and nouveau.", type: list, elements: str, sample: [nvidia, nvidia_uvm]}
+    nouveau_loaded: {description: Whether nouveau is loaded., type: bool, sample: false}
+    unknown: {description: Reason of each value that nobody told., type: dict, sample: {}}
 p2p:
-  description: Peer-to-peer status by capability (C(read), C(write)), a matrix in the order of RV(gpus). Null when nobody could tell.
+  description: Peer-to-peer status of each pair, a matrix in the order of RV(gpus). Null when nobody could tell.
   returned: always
   type: dict
-  sample: {"read": [["self", "ok"], ["ok", "self"]]}
+  contains:
+    read: {description: For reading., type: list, elements: list, sample: [["self", "ok"], ["ok", "self"]]}
+    write: {description: For writing., type: list, elements: list, sample: [["self", "ok"], ["ok", "self"]]}
 pci:
-  description: NVIDIA GPUs on the PCI bus, with the driver they are bound to, and the bridges above each.
+  description: NVIDIA GPUs on the PCI bus.
   returned: always
   type: list
   elements: dict
-  sample: [{"bus_id": "0000:03:00.0", "device_id": "10de:2bb5", "driver": "nvidia", "numa_node": 0}]
+  contains:
+    bus_id: {description: PCI address with domain., type: str, sample: "0000:03:00.0"}
+    device_id: {description: Vendor and device., type: str, sample: "10de:2bb5"}
+    driver: {description: Kernel driver that has it., type: str, sample: nvidia}
+    slot: {description: Physical slot where the firmware names it., type: str, sample: "5"}
+    numa_node: {description: NUMA node., type: int, sample: 0}
+    pcie_generation: {description: PCIe generation now., type: int, sample: 5}
+    pcie_generation_max: {description: PCIe generation at most., type: int, sample: 5}
+    pcie_width: {description: PCIe lanes now., type: int, sample: 16}
+    pcie_width_max: {description: PCIe lanes at most., type: int, sample: 16}
+    bar1_total_mib: {description: Its largest memory window in MiB., type: int, sample: 131072}
+    iommu_group_type: {description: How the IOMMU treats it., type: str, sample: identity}
+    bridges: {description: "Bridges above it, root port first.", type: list, elements: str, sample: ["0000:00:03.1"]}
 xids:
-  description: Xids since this boot.
+  description: Errors that the driver reported since this boot.
   returned: always
   type: list
   elements: dict
-  sample: [{"bus_id": "0000:53:00.0", "xid": 79, "count": 1}]
+  contains:
+    bus_id: {description: PCI address of the GPU., type: str, sample: "0000:53:00.0"}
+    xid: {description: Number., type: int, sample: 79}
+    count: {description: How often., type: int, sample: 1}
+    text: {description: The driver's words., type: str, sample: GPU has fallen off the bus.}
+    remedy: {description: What to do; null where the program is at fault and not the GPU., type: str, sample: power-cycle the host}
 counts:
-  description: GPUs on the bus, in the driver, usable, and in the plan.
+  description: How many GPUs are where.
   returned: always
   type: dict
-  sample: {"pci": 8, "driver": 8, "usable": 8, "plan": 8}
+  contains:
+    pci: {description: GPUs on the bus., type: int, sample: 8}
+    driver: {description: GPUs that the driver shows., type: int, sample: 8}
+    usable: {description: GPUs that a plan can use., type: int, sample: 8}
+    plan: {description: "GPUs that O(plan.gpu_count) asks for; null when it does not.", type: int, sample: 8}
 findings:
-  description: What is wrong with the GPUs, each with C(id), C(severity), C(what) and C(hint).
+  description: What is wrong with the GPUs.
   returned: always
   type: list
   elements: dict
-  sample: []
+  contains:
+    id: {description: Name of the finding., type: str, sample: gpu_missing_in_driver}
+    severity: {description: "V(error), V(warning) or V(info).", type: str, sample: error}
+    what: {description: What is wrong., type: str, sample: "the GPU at 0000:53:00.0 (slot 5) is on the PCI bus, but the driver does not show it"}
+    hint: {description: How to mend it., type: str, sample: read the kernel log for that address}
 unknown:
   description: What could not be read at all, with the reason.
   returned: always
   type: dict
-  sample: {}
+  sample: {"xids": "neither dmesg nor journalctl answered"}
 seconds:
   description: How long it took.
   returned: always

@@ -99,15 +99,27 @@ p2p:
     ran: {description: Whether it ran., type: bool, sample: true}
     reason: {description: Why not., type: str, sample: "GPUs [0, 1] are in use by sglang-dsv4-prefill.service"}
     pairs:
-      description: "Each pair and direction: C(from), C(to), C(status), C(reason), C(gib_per_s)."
+      description: Each pair and direction.
       type: list
       elements: dict
-      sample: [{"from": "0000:03:00.0", "to": "0000:04:00.0", "status": "ok", "reason": null, "gib_per_s": 51.2}]
+      contains:
+        from: {description: PCI address of the source., type: str, sample: "0000:03:00.0"}
+        to: {description: PCI address of the target., type: str, sample: "0000:04:00.0"}
+        status:
+          description: One of V(ok), V(wrong_data), V(no_peer_access), V(timeout), V(error), V(not_tried).
+          type: str
+          sample: ok
+        reason: {description: Why it is not V(ok)., type: str, sample: 4096 of 4096 bytes differ although the copy reported success}
+        gib_per_s: {description: Speed of the largest copy., type: float, sample: 51.2}
 counts:
-  description: GPUs on the bus, in the driver, usable, and in the plan.
+  description: How many GPUs are where.
   returned: always
   type: dict
-  sample: {"pci": 8, "driver": 8, "usable": 8, "plan": 8}
+  contains:
+    pci: {description: GPUs on the bus., type: int, sample: 8}
+    driver: {description: GPUs that the driver shows., type: int, sample: 8}
+    usable: {description: GPUs that a plan can use., type: int, sample: 8}
+    plan: {description: "GPUs that O(plan.gpu_count) asks for; null when it does not.", type: int, sample: 8}
 """
 
 from ansible.module_utils.basic import AnsibleModule

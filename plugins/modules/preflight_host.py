@@ -107,13 +107,17 @@ findings:
   returned: always
   type: list
   elements: dict
-  sample: [{"id": "iommu_translated", "severity": "warning", "what": "the IOMMU translates the GPUs' DMA", "hint": "put iommu=pt on the kernel command line"}]
+  contains: &finding
+    id: {description: Name of the finding., type: str, sample: iommu_translated}
+    severity: {description: "V(error), V(warning) or V(info).", type: str, sample: warning}
+    what: {description: What is wrong., type: str, sample: the IOMMU translates the GPUs' DMA}
+    hint: {description: How to mend it., type: str, sample: put iommu=pt on the kernel command line}
 ignored:
   description: Findings that O(ignore) names.
   returned: always
   type: list
   elements: dict
-  sample: []
+  contains: *finding
 ok:
   description: Is there no error among RV(findings)?
   returned: always
@@ -126,10 +130,42 @@ table:
   elements: str
   sample: ["no findings"]
 facts:
-  description: What was read, C(driver), C(driver_cuda), C(toolkit_cuda), C(iommu), C(acs), C(numa_nodes), C(headers), C(counts), C(cmdline_proposed).
+  description: What was read.
   returned: always
   type: dict
-  sample: {"driver_cuda": "13.0", "toolkit_cuda": "13.0"}
+  contains:
+    driver:
+      description: "As M(blackwell.dsv4.gpu_info) returns it, and what the next boot would have."
+      type: dict
+      contains:
+        state: {description: State of the driver in a word., type: str, sample: ok}
+        target_kernel: {description: Kernel that will boot., type: str, sample: 6.8.0-90-generic}
+        target_version: {description: Version of the module for that kernel., type: str, sample: 580.95.05}
+        secure_boot: {description: "V(on), V(off), V(unsupported) or V(unknown).", type: str, sample: "off"}
+        reboot_required: {description: Whether a reboot is due., type: bool, sample: false}
+        reboot_reasons: {description: Why., type: list, elements: str, sample: []}
+    driver_cuda: {description: CUDA version that the driver offers., type: str, sample: "13.0"}
+    toolkit_cuda: {description: Version of the CUDA toolkit., type: str, sample: "13.0"}
+    toolkit:
+      description: The CUDA toolkit.
+      type: dict
+      contains:
+        home: {description: Folder that was looked at., type: str, sample: /usr/local/cuda}
+        target: {description: Where that folder leads., type: str, sample: /usr/local/cuda-13.0}
+        nvcc: {description: The compiler., type: str, sample: /usr/local/cuda/bin/nvcc}
+        version: {description: Its version., type: str, sample: "13.0"}
+    iommu:
+      description: The IOMMU.
+      type: dict
+      contains:
+        running: {description: "As the kernel's groups show it, V(off), V(pt), V(translated) or V(unknown).", type: str, sample: pt}
+        asked_running: {description: As the running command line asks., type: str, sample: pt}
+        asked_configured: {description: As the next boot's command line asks., type: str, sample: pt}
+    acs: {description: "Whether ACS redirects, by bridge; null where it may not be read.", type: dict, sample: {"0000:00:03.1": false}}
+    numa_nodes: {description: NUMA nodes of the host., type: list, elements: int, sample: [0, 1]}
+    headers: {description: "Whether headers are there or offered, by kernel; null where nobody could tell.", type: dict, sample: {"6.8.0-90-generic": true}}
+    counts: {description: "GPUs as in M(blackwell.dsv4.gpu_info).", type: dict, sample: {"pci": 8, "driver": 8, "usable": 8, "plan": 8}}
+    cmdline_proposed: {description: Arguments that the kernel command line should get., type: list, elements: str, sample: [iommu=pt]}
 """
 
 from ansible.module_utils.basic import AnsibleModule

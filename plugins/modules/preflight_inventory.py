@@ -77,13 +77,17 @@ findings:
   returned: always
   type: list
   elements: dict
-  sample: []
+  contains: &finding
+    id: {description: Name of the finding., type: str, sample: driver_branch}
+    severity: {description: "V(error), V(warning) or V(info).", type: str, sample: error}
+    what: {description: What is wrong., type: str, sample: nvidia_driver_branch is 570}
+    hint: {description: How to mend it., type: str, sample: Blackwell needs branch 580 or newer}
 ignored:
   description: Findings that O(ignore) names.
   returned: always
   type: list
   elements: dict
-  sample: []
+  contains: *finding
 ok:
   description: Is there no error among RV(findings)?
   returned: always

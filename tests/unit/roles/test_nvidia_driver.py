@@ -64,7 +64,7 @@ CASES = {
         host({"secure_boot": "on", "key_enrolled": False, "findings": [SECURE]}),
         ["enrol at console or disable", "mokutil --import", "not touched"],
     ),
-    "DRV-14-unknown": (host({"secure_boot": "on", "key_enrolled": None}), ["enrol at console or disable"]),
+    "DRV-14-unknown": (host({"secure_boot": "on", "key_enrolled": None, "findings": [SECURE]}), ["enrol at console or disable", "mokutil --import"]),
     "DRV-14-enrolled": (host({"secure_boot": "on", "key_enrolled": True}), []),
     "DRV-14-legacy": (host({"secure_boot": "unsupported"}), []),
     "DRV-14-nothing-to-do": (
@@ -128,12 +128,13 @@ def verdicts(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case) for case in CASES])
-def test_the_guard_stops_before_anything_is_touched(case, verdicts):
+def test_the_guard_stops_before_anything_is_touched(case, verdicts, outcome):
     _variables, words = CASES[case]
     if not words:
         assert verdicts[case] is None
     for word in words:
         assert verdicts[case] is not None and word in verdicts[case], verdicts[case]
+    outcome("stops" if words else "goes on", "goes on" if verdicts[case] is None else "stops", " ".join((verdicts[case] or "").split()))
 
 
 def test_the_guard_comes_before_every_task_that_changes():

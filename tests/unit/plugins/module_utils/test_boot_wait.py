@@ -41,10 +41,11 @@ def wait(host, limit=60):
 
 
 @pytest.mark.parametrize("end", [pytest.param("running", id="ANS-05"), pytest.param("degraded", id="ANS-05-degraded")])
-def test_an_answer_from_the_old_boot_is_waited_out(end):
+def test_an_answer_from_the_old_boot_is_waited_out(end, outcome):
     host = GoingDown(["old", "old", "new"], ["starting", end])
     result = wait(host)
     assert result["boot_id"] == "new" and result["system"] == end and result["looks"] == 4
+    outcome("waits for another boot", "waits for another boot" if result["looks"] > 2 and result["boot_id"] == "new" else "goes on", f"{result['looks']} looks, then {result['system']}")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_the_wait_is_bounded_and_says_what_was_missing(ids, states, words):
 
 
 @pytest.mark.parametrize("least", [pytest.param(1800, id="ANS-06")])
-def test_the_reboots_limit_fits_a_server_with_eight_gpus(least):
+def test_the_reboots_limit_fits_a_server_with_eight_gpus(least, outcome):
     defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
     assert defaults["nvidia_driver_reboot_timeout"] >= least
     block = next(task for task in yaml.safe_load((ROLE / "tasks/reboot.yml").read_text(encoding="utf-8")) if "rescue" in task)
@@ -71,3 +72,4 @@ def test_the_reboots_limit_fits_a_server_with_eight_gpus(least):
     assert "nvidia_driver_reboot_timeout" in reboot["reboot_timeout"]
     said = block["rescue"][0]["ansible.builtin.fail"]["msg"]
     assert "It may still" in said and "run this again" in said and "Nothing is installed twice" in said
+    outcome("1800 s at least", "1800 s at least" if defaults["nvidia_driver_reboot_timeout"] >= 1800 else "less", f"nvidia_driver_reboot_timeout: {defaults['nvidia_driver_reboot_timeout']}")

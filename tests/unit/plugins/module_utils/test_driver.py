@@ -56,7 +56,7 @@ def ids(state):
     "licence, flavour",
     [pytest.param("NVIDIA", "proprietary", id="DRV-01-host-a"), pytest.param("Dual MIT/GPL", "open", id="DRV-01-host-b")],
 )
-def test_the_flavour_is_told_by_licence_and_not_by_version(licence, flavour, host):
+def test_the_flavour_is_told_by_licence_and_not_by_version(licence, flavour, host, outcome):
     healthy(host).loaded("580.95.05", flavour).modinfo("580.95.05", licence)
     state = driver.state(host, question())
     assert state["installed_version"] == "580.95.05" and state["installed_flavour"] == flavour
@@ -65,13 +65,15 @@ def test_the_flavour_is_told_by_licence_and_not_by_version(licence, flavour, hos
     if wrong:
         assert "open kernel module required on Blackwell; found proprietary" in wrong[0]["what"] and wrong[0]["severity"] == "error"
         assert "dkms" not in ids(state) and driver.dkms_problem(state).endswith("needs the open one")
+    outcome("error driver_wrong_flavour" if flavour == "proprietary" else "accepted", wrong[0] if wrong else "accepted")
 
 
 @pytest.mark.parametrize("package", [pytest.param("nvidia-dkms-580", id="DRV-01")])
-def test_a_proprietary_package_is_enough_before_any_module_is_loaded(package, host):
+def test_a_proprietary_package_is_enough_before_any_module_is_loaded(package, host, outcome):
     host.eight_gpus().answer("dpkg-query", dpkg(f"ii  {package} 580.95.05-0ubuntu1 amd64 NVIDIA DKMS package"))
     wrong = [item for item in driver.state(host, question())["findings"] if item["id"] == "driver_wrong_flavour"]
     assert wrong and package in wrong[0]["what"]
+    outcome("error driver_wrong_flavour", wrong[0])
 
 
 DRV_02 = """iF  nvidia-dkms-580-open    580.119.02-0ubuntu0.24.04.1  amd64  NVIDIA DKMS package (open kernel module)
@@ -81,7 +83,7 @@ ii  nvidia-utils-580        580.119.02-0ubuntu0.24.04.1  amd64  NVIDIA driver su
 
 
 @pytest.mark.parametrize("listing", [pytest.param(DRV_02, id="DRV-02")])
-def test_half_configured_packages_are_named_and_the_running_kernel_is_not_called_dead(listing, host):
+def test_half_configured_packages_are_named_and_the_running_kernel_is_not_called_dead(listing, host, outcome):
     packages = driver.parse_dpkg(listing)
     assert [(entry["name"], entry["state"]) for entry in packages] == [
         ("nvidia-dkms-580-open", "half_configured"),
@@ -103,6 +105,7 @@ def test_half_configured_packages_are_named_and_the_running_kernel_is_not_called
     assert plan.broken == ["nvidia-dkms-580-open", "nvidia-driver-580-open"] and plan.install == {}
     text = "installed nvidia-dkms-580-open package post-installation script subprocess returned error exit status 10\n"
     assert driver_packages.explain_failure(text, {}).ident == "driver_packages_not_configured"
+    outcome("driver_packages_not_configured", problem.ident, problem.what)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_both_spellings_of_the_loaded_version(spelling, flavour):
 
 
 @pytest.mark.parametrize("installed", [pytest.param("580.126.09", id="DRV-04")])
-def test_a_newer_module_on_disk_is_a_reboot_and_no_reinstallation(installed, host):
+def test_a_newer_module_on_disk_is_a_reboot_and_no_reinstallation(installed, host, outcome):
     healthy(host).modinfo(installed)
     host.answer("systemctl is-active", "active\nactive\nactive\ninactive\n", code=3)
     state = driver.state(host, question(units=["sglang-dsv4-router", "sglang-dsv4-decode", "sglang-dsv4-prefill", "sglang-dsv4"]))
@@ -133,6 +136,7 @@ def test_a_newer_module_on_disk_is_a_reboot_and_no_reinstallation(installed, hos
         driver.verdict(state, ["Failed to initialize NVML: Driver/library version mismatch"], ["nvidia"] * 8, None, 8, [])["state"]
         == "reboot_required"
     )
+    outcome("a reboot is due", "a reboot is due" if state["reboot_required"] else "none is", state["reboot_reasons"][0])
 
 
 @pytest.mark.parametrize("loaded", [pytest.param(True, id="DRV-08")])
@@ -145,12 +149,13 @@ def test_nouveau_is_one_reboot_and_none_when_it_is_gone(loaded, host):
 
 
 @pytest.mark.parametrize("held", [pytest.param("nvidia-dkms-580-open", id="DRV-09")])
-def test_a_sibling_that_is_not_held_is_drift(held, host):
+def test_a_sibling_that_is_not_held_is_drift(held, host, outcome):
     healthy(host).answer("dpkg-query", dpkg(f"hi  {held} 580.95.05-0ubuntu1", "ii  libnvidia-compute-580:amd64 580.95.05-0ubuntu1"))
     state = driver.state(host, question())
     drift = [item for item in state["findings"] if item["id"] == "driver_not_held"]
     assert state["not_held"] == ["libnvidia-compute-580"] and "libnvidia-compute-580" in drift[0]["what"]
     assert "driver_not_held" not in ids(driver.state(healthy(host), question()))
+    outcome("warning driver_not_held", drift[0])
 
 
 SECURE = [
@@ -163,7 +168,7 @@ SECURE = [
 
 
 @pytest.mark.parametrize("code, said, enrolled, expected, stops", SECURE)
-def test_secure_boot_stops_before_the_working_driver_is_touched(code, said, enrolled, expected, stops, host):
+def test_secure_boot_stops_before_the_working_driver_is_touched(code, said, enrolled, expected, stops, host, outcome):
     healthy(host)
     (host.folder / "proc/driver/nvidia/version").unlink()
     if expected != "unsupported" or code == 1:
@@ -182,6 +187,7 @@ def test_secure_boot_stops_before_the_working_driver_is_touched(code, said, enro
             and "mokutil --import /k.der" in found[0]["hint"]
             and found[0]["severity"] == "error"
         )
+    outcome("error secure_boot_key" if stops else "accepted", found[0] if found else "accepted")
 
 
 @pytest.mark.parametrize("last, expected", [("\x01", "on"), ("\x00", "off"), (None, "unknown")])
@@ -209,12 +215,14 @@ def test_without_a_key_the_steps_say_how_to_make_one():
         pytest.param('GRUB_CMDLINE_LINUX_DEFAULT="iommu=pt"\n', "iommu=pt", ("pt", "pt"), False, id="FAB-14-done"),
     ],
 )
-def test_only_the_running_command_line_counts(grub, running, mode, due, host):
+def test_only_the_running_command_line_counts(grub, running, mode, due, host, outcome):
     healthy(host).write("etc/default/grub", grub).write("proc/cmdline", f"BOOT_IMAGE=/vmlinuz-{KERNEL} root=LABEL=ROOT {running}\n")
     for _run in range(2):  # a second look without a reboot says the same
         state = driver.state(host, question(cmdline=["iommu=pt"]))
         assert (state["iommu"]["asked_configured"], state["iommu"]["asked_running"]) == mode
         assert state["reboot_required"] is due
+    given = (state["iommu"]["asked_configured"], state["iommu"]["asked_running"], state["reboot_required"])
+    outcome("configured {}, running {}, reboot due: {}".format(*mode, due), "configured {}, running {}, reboot due: {}".format(*given))
 
 
 def test_the_effect_on_the_devices_is_told_from_the_groups(host):
@@ -237,7 +245,7 @@ def test_the_effect_on_the_devices_is_told_from_the_groups(host):
         pytest.param(f"nvidia, 580.95.05, {KERNEL}, x86_64: installed\n", True, id="ANS-04-old-spelling"),
     ],
 )
-def test_added_is_not_installed_for_the_kernel_that_boots(status, good, host):
+def test_added_is_not_installed_for_the_kernel_that_boots(status, good, host, outcome):
     healthy(host).answer("dkms status", status)
     if not good:
         host.answer("modinfo", code=1, err="modinfo: ERROR: Module nvidia not found.")
@@ -247,17 +255,18 @@ def test_added_is_not_installed_for_the_kernel_that_boots(status, good, host):
     if not good:
         hint = next(item["hint"] for item in state["findings"] if item["id"] == "driver_dkms")
         assert f"linux-headers-{KERNEL}" in hint and "do not reboot" in hint
+    outcome("accepted" if good else "error driver_dkms", next((item for item in state["findings"] if item["id"] == "driver_dkms"), "accepted"))
 
 
 @pytest.mark.parametrize("log", [pytest.param("var/log/nvidia-installer.log", id="ANS-09")])
-def test_the_run_installer_is_recognized(log, host):
+def test_the_run_installer_is_recognized(log, host, outcome):
     host.eight_gpus().loaded().write(log, "nvidia-installer log file\n")
     host.answer("dpkg-query", dpkg("ii  bash 5.2-1"))
     state = driver.state(host, question())
-    assert state["run_installer"] and "remove it first" in next(
-        item["what"] for item in state["findings"] if item["id"] == "driver_run_installer"
-    )
+    recognized = next(item for item in state["findings"] if item["id"] == "driver_run_installer")
+    assert state["run_installer"] and "remove it first" in recognized["what"]
     assert not driver.state(healthy(host), question())["run_installer"]  # a stale log beside real packages accuses nobody
+    outcome("error driver_run_installer", recognized)
 
 
 def test_a_newer_default_kernel_is_a_reason_to_boot(host):
@@ -309,32 +318,35 @@ def have(version, *names):
 
 
 @pytest.mark.parametrize("newer", [pytest.param("580.126.09", id="DRV-09-bump")])
-def test_a_bump_releases_moves_and_holds_the_whole_set(newer):
+def test_a_bump_releases_moves_and_holds_the_whole_set(newer, outcome):
     wanted = Wanted(SET[:1], FAMILY, newer, 580, "NVIDIA", hold=FAMILY, scope=FAMILY)
     plan = decide(wanted, have("580.95.05", *SET), list(SET), both_versions(), ORIGINS)
     assert plan.install == {name: "580.126.09-0ubuntu1" for name in SET}
     assert plan.unhold == sorted(SET) and plan.hold == sorted(SET)
     assert not decide(wanted, have(newer, *SET), list(SET), both_versions(), ORIGINS).changed
+    outcome("3 released, 3 moved, 3 held", f"{len(plan.unhold)} released, {len(plan.install)} moved, {len(plan.hold)} held")
 
 
 @pytest.mark.parametrize("pinned", [pytest.param("580.95.05", id="ANS-10"), pytest.param("", id="ANS-10-not-pinned")])
-def test_a_newer_version_in_the_repository_moves_nothing(pinned):
+def test_a_newer_version_in_the_repository_moves_nothing(pinned, outcome):
     wanted = Wanted(SET[:1], FAMILY, pinned, 580, "NVIDIA", hold=FAMILY, scope=FAMILY)
     plan = decide(wanted, have("580.95.05", *SET), list(SET), both_versions(), ORIGINS)
     assert not plan.changed and plan.version == "580.95.05"
+    outcome("580.95.05 stays", f"{plan.version} {'moves' if plan.changed else 'stays'}")
 
 
 @pytest.mark.parametrize(
     "name, version",
     [pytest.param("nvidia-open-590", "", id="DRV-12"), pytest.param("nvidia-driver-580-open", "580.999", id="DRV-12-version")],
 )
-def test_what_is_not_offered_is_said_with_what_is(name, version):
+def test_what_is_not_offered_is_said_with_what_is(name, version, outcome):
     wanted = Wanted([name], FAMILY, version, None, "NVIDIA", scope=FAMILY)
     with pytest.raises(Problem) as caught:
         decide(wanted, [], [], both_versions(), ORIGINS, names=lambda: ["nvidia-open-570", "nvidia-open-575", "nvidia-settings"])
     assert caught.value.ident == "package_not_offered" and name in caught.value.what
     expected = ["nvidia-open-570", "nvidia-open-575"] if not version else ["580.126.09-0ubuntu1", "580.95.05-0ubuntu1"]
     assert caught.value.more["offered"] == expected and ", ".join(expected) in caught.value.what
+    outcome("package_not_offered", caught.value.ident, caught.value.what)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +360,7 @@ def test_what_is_not_offered_is_said_with_what_is(name, version):
         )
     ],
 )
-def test_held_broken_packages_become_the_two_origins(text):
+def test_held_broken_packages_become_the_two_origins(text, outcome):
     policy = driver.parse_policy(
         "nvidia-driver-580-open:\n  Installed: (none)\n  Candidate: 580.126.09-0ubuntu0.24.04.1\n  Version table:\n"
         "     580.126.09-0ubuntu0.24.04.1 500\n        500 http://archive noble-updates/restricted amd64 Packages\n"
@@ -361,6 +373,7 @@ def test_held_broken_packages_become_the_two_origins(text):
         and "580.95.05-0ubuntu1 from https://vendor /" in problem.what
     )
     assert len(problem.what) < 400 and "one origin" in problem.hint
+    outcome("packages_conflict", problem.ident, problem.what)
 
 
 def test_only_the_wanted_origin_provides_the_family():
@@ -427,7 +440,7 @@ def test_the_policys_parsers_read_origins_by_source():
 
 
 @pytest.mark.parametrize("limit", [pytest.param(0.4, id="ANS-02")])
-def test_the_holder_of_a_lock_is_waited_for_and_then_named(limit, host):
+def test_the_holder_of_a_lock_is_waited_for_and_then_named(limit, host, outcome):
     lock = host.folder / "var/lib/dpkg/lock-frontend"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -452,6 +465,7 @@ def test_the_holder_of_a_lock_is_waited_for_and_then_named(limit, host):
         child.kill()
         child.wait()
     assert driver_packages.lock_holder(str(lock)) is None
+    outcome("apt_locked", caught.value.ident, caught.value.what.replace(str(child.pid), "PID").replace(str(host.folder), "").replace(sys.executable, "python"))
 
 
 def test_our_own_lock_is_nobodys(tmp_path):

@@ -61,7 +61,7 @@ def gpu(index, **values):
         )
     ],
 )
-def test_a_bad_field_costs_only_itself(rows):
+def test_a_bad_field_costs_only_itself(rows, outcome):
     gpus = [gpu_info.judge(row) for row in gpu_info.parse_smi_csv(rows, SIX)]
     assert [row["index"] for row in gpus] == [0, 1, 2, 3]
     assert [row["bus_id"] for row in gpus] == ["0000:03:00.0", "0000:04:00.0", "0000:53:00.0", "0000:54:00.0"]
@@ -70,10 +70,11 @@ def test_a_bad_field_costs_only_itself(rows):
     assert gpus[2]["memory_total_mib"] is None and gpus[2]["unusable_reason"] == "[Unknown Error]"
     assert gpus[2]["ecc"] is False and gpus[2]["temperature_c"] == 33
     assert gpus[3]["unusable_reason"] == "[GPU requires reset]"
+    outcome("4 rows, usable 0 and 1", f"{len(gpus)} rows, usable {' and '.join(str(row['index']) for row in gpus if row['usable'])}", gpus[3]["unusable_reason"])
 
 
 @pytest.mark.parametrize("busy", [pytest.param([(100, 121.40, 624), (100, 119.87, 624), (0, 31.02, 4)], id="FAB-01")])
-def test_busy_gpus_with_memory_and_no_process_are_wedged(busy):
+def test_busy_gpus_with_memory_and_no_process_are_wedged(busy, outcome):
     gpus = [gpu(i) for i in range(3)]
     for row, (utilization, watts, used) in zip(gpus, busy):
         row.update(utilization_percent=utilization, power_draw_w=watts, memory_used_mib=used)
@@ -88,6 +89,7 @@ def test_busy_gpus_with_memory_and_no_process_are_wedged(busy):
     # Two of the three signals are not enough.
     gpus[2].update(utilization_percent=0, power_draw_w=121.0, memory_used_mib=624)
     assert gpu_info.judge(gpus[2])["wedged"] is False
+    outcome("error gpu_wedged", found[0])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_busy_gpus_with_memory_and_no_process_are_wedged(busy):
         )
     ],
 )
-def test_xids_are_laid_at_the_instance_that_owns_the_gpu(log, host):
+def test_xids_are_laid_at_the_instance_that_owns_the_gpu(log, host, outcome):
     gpus = [gpu(i) for i in range(8)]
     gpus[2]["bus_id"] = "0000:53:00.0"
     found = gpu_info.health(gpus, gpu_info.parse_xids(log), {"prefill": [0, 1, 2, 3], "decode": [4, 5, 6, 7]})
@@ -115,10 +117,11 @@ def test_xids_are_laid_at_the_instance_that_owns_the_gpu(log, host):
     )
     assert gpu_info.kernel_log(host) == ("quiet\n", None)
     assert "--boot=0" in host.calls[-1]
+    outcome("error gpu_xid", found[0])
 
 
 @pytest.mark.parametrize("sizes", [pytest.param([131072] * 7 + [256], id="FAB-15"), pytest.param([32768] * 5 + [8192], id="FAB-15-public")])
-def test_one_small_bar1_is_named(sizes):
+def test_one_small_bar1_is_named(sizes, outcome):
     gpus = [gpu(i) for i in range(len(sizes))]
     for row, size in zip(gpus, sizes):
         row["bar1_total_mib"] = size
@@ -127,6 +130,7 @@ def test_one_small_bar1_is_named(sizes):
     assert gpus[-1]["bus_id"] in found[0]["what"] and str(sizes[-1]) in found[0]["what"] and "P2P" in found[0]["what"]
     assert found[0]["severity"] == "warning"
     assert [row["bar1_total_mib"] for row in gpus] == sizes
+    outcome("warning gpu_bar1_small", found[0])
 
 
 DMESG_06 = (
@@ -135,7 +139,7 @@ DMESG_06 = (
 
 
 @pytest.mark.parametrize("smi", [pytest.param("No devices were found\n", id="DRV-06")])
-def test_no_devices_with_a_loaded_module_is_a_failed_start(smi, host):
+def test_no_devices_with_a_loaded_module_is_a_failed_start(smi, host, outcome):
     host.eight_gpus().loaded().modinfo().answer("nvidia-smi", smi, code=6).answer("dmesg", DMESG_06)
     facts = gpu_info.gather(host, None, plan={"gpu_count": 8})
     assert facts["counts"]["driver"] == 0 and facts["counts"]["pci"] == 8
@@ -143,11 +147,12 @@ def test_no_devices_with_a_loaded_module_is_a_failed_start(smi, host):
     assert facts["driver"]["state"] == "adapter_init_failed"
     assert "0000:01:00.0" in facts["driver"]["reason"]
     assert "licence" in facts["driver"]["hint"] and "Above 4G" in facts["driver"]["hint"] and "install" not in facts["driver"]["hint"]
+    outcome("adapter_init_failed", facts["driver"]["state"], facts["driver"]["reason"])
 
 
 @pytest.mark.parametrize("smi", [pytest.param("Failed to initialize NVML: Driver/library version mismatch\n", id="DRV-04")])
 @pytest.mark.parametrize("flavour", ["open", "proprietary"])
-def test_a_version_mismatch_asks_for_a_reboot(smi, flavour, host):
+def test_a_version_mismatch_asks_for_a_reboot(smi, flavour, host, outcome):
     host.eight_gpus().loaded("580.95.05", flavour).modinfo("580.126.09").answer("nvidia-smi", smi, code=18)
     facts = gpu_info.gather(host, None)
     assert facts["driver"]["state"] == "reboot_required"
@@ -156,10 +161,11 @@ def test_a_version_mismatch_asks_for_a_reboot(smi, flavour, host):
     assert "nothing has to be installed" in facts["driver"]["hint"]
     assert facts["source"] == "lspci" and len(facts["gpus"]) == 8
     assert facts["gpus"][0]["unknown"]["memory_total_mib"] == "only the PCI bus answered"
+    outcome("reboot_required", facts["driver"]["state"], facts["driver"]["reason"])
 
 
 @pytest.mark.parametrize("bound", [pytest.param(["nvidia"] * 7 + ["nouveau"], id="DRV-08"), pytest.param(["nouveau"] * 8, id="DRV-08-all")])
-def test_nouveau_is_named_per_device(bound, host):
+def test_nouveau_is_named_per_device(bound, host, outcome):
     for index, driver in enumerate(bound):
         host.gpu(f"0000:{index + 3:02x}:00.0", driver=driver)
     host.loaded().modinfo()
@@ -167,6 +173,7 @@ def test_nouveau_is_named_per_device(bound, host):
     assert [device["driver"] for device in facts["pci"]] == bound
     assert facts["driver"]["state"] == "nouveau" and f"{bound.count('nouveau')} of 8" in facts["driver"]["reason"]
     assert "initramfs" in facts["driver"]["hint"]
+    outcome("nouveau", facts["driver"]["state"], facts["driver"]["reason"])
 
 
 def test_lspci_is_read_by_ids_and_not_by_names():

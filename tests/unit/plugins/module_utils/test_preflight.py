@@ -23,10 +23,11 @@ def only(findings, ident):
 
 
 @pytest.mark.parametrize("source", [pytest.param(["ubuntu", "cuda"], id="DRV-11"), pytest.param("ubuntu,cuda", id="DRV-11-text")])
-def test_two_sources_of_the_driver_are_refused_up_front(source):
+def test_two_sources_of_the_driver_are_refused_up_front(source, outcome):
     item = only(preflight.driver_findings({"source": source, "branch": 580}), "driver_source")
     assert item["severity"] == "error" and "one origin" in item["what"] and "not both" in item["hint"]
     assert preflight.driver_findings({"source": "cuda", "branch": "580", "version": "580.95.05"}) == []
+    outcome("error driver_source", item)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +38,11 @@ def test_two_sources_of_the_driver_are_refused_up_front(source):
         pytest.param("/opt/cuda-compat-13-0/lib", id="DRV-13-package"),
     ],
 )
-def test_a_compat_folder_in_a_library_path_is_refused(value):
+def test_a_compat_folder_in_a_library_path_is_refused(value, outcome):
     item = only(preflight.environment_findings({"sglang_dsv4_environment": {"LD_LIBRARY_PATH": value}}), "cuda_compat")
     assert item["severity"] == "error" and "803" in item["what"] and "compat" in item["what"] and "sglang_dsv4_environment" in item["what"]
     assert preflight.environment_findings({"x": {"LD_LIBRARY_PATH": value}}, allow_compat=True) == []
+    outcome("error cuda_compat", item)
 
 
 def test_a_path_that_only_sounds_like_compat_is_fine():
@@ -88,26 +90,28 @@ e0:01.1 PCI bridge: a bridge above no GPU
 
 
 @pytest.mark.parametrize("text", [pytest.param(ACS, id="FAB-02")])
-def test_only_redirecting_bridges_above_a_gpu_are_named(text, host):
+def test_only_redirecting_bridges_above_a_gpu_are_named(text, host, outcome):
     host.gpu("0000:03:00.0", bridges=("0000:00:03.1",)).gpu("0000:23:00.0", bridges=("0000:20:01.1",))
     pci, _reason = gpu_info.pci_gpus(host)
     item = only(preflight.acs_findings(preflight.parse_acs(text), pci), "acs_redirect")
     assert "0000:00:03.1" in item["what"] and "20:01.1" not in item["what"] and "e0:01.1" not in item["what"]
     assert "NCCL" in item["what"]
     assert all(word in item["hint"] for word in ("BIOS", "nvidia_driver_disable_acs", "sglang_dsv4_p2p"))
+    outcome("warning acs_redirect", item)
 
 
 @pytest.mark.parametrize("text", [pytest.param("00:03.1 PCI bridge: x\n\tCapabilities: <access denied>\n", id="FAB-02-denied")])
-def test_access_denied_is_unknown_and_never_off(text, host):
+def test_access_denied_is_unknown_and_never_off(text, host, outcome):
     host.gpu("0000:03:00.0", bridges=("0000:00:03.1",))
     pci, _reason = gpu_info.pci_gpus(host)
     assert preflight.parse_acs(text) == {"0000:00:03.1": None}
     assert [item["id"] for item in preflight.acs_findings(preflight.parse_acs(text), pci)] == ["acs_unknown"]
     assert [item["id"] for item in preflight.acs_findings({}, pci, known=False)] == ["acs_unknown"]
+    outcome("warning acs_unknown", preflight.acs_findings(preflight.parse_acs(text), pci)[0])
 
 
 @pytest.mark.parametrize("said", [pytest.param("Cuda compilation tools, release 12.8, V12.8.93\n", id="KRN-05")])
-def test_an_old_toolkit_is_not_the_drivers_cuda(said, host):
+def test_an_old_toolkit_is_not_the_drivers_cuda(said, host, outcome):
     nvcc = host.folder / "usr/local/cuda-12.8/bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch()
@@ -118,15 +122,17 @@ def test_an_old_toolkit_is_not_the_drivers_cuda(said, host):
     item = only(preflight.toolkit_findings(facts, "13.0", managed=False), "toolkit_too_old")
     assert item["severity"] == "error" and "toolkit 12.8 < 12.9, required for sm_120 JIT" in item["what"]
     assert "cuda-12.8" in item["what"] and "the driver offers CUDA 13.0" in item["what"]
+    outcome("error toolkit_too_old", {**item, "what": item["what"].replace(str(host.folder), "")})
 
 
 @pytest.mark.parametrize(
     "managed, severity", [pytest.param(False, "warning", id="KRN-05-no-nvcc"), pytest.param(True, "info", id="KRN-05-managed")]
 )
-def test_no_nvcc_is_another_verdict(managed, severity, host):
+def test_no_nvcc_is_another_verdict(managed, severity, host, outcome):
     item = only(preflight.toolkit_findings(preflight.toolkit_facts(host), "13.0", managed), "toolkit_missing")
     assert item["severity"] == severity
     assert preflight.toolkit_findings({"nvcc": "n", "home": "/usr/local/cuda", "target": None, "version": "12.9"}, None, False) == []
+    outcome(f"{severity} toolkit_missing", item)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +159,14 @@ def test_the_iommu_that_runs_counts(running, configured, states):
 
 
 @pytest.mark.parametrize("drivers", [pytest.param(["nvidia"] * 7 + ["nouveau"], id="DRV-08")])
-def test_the_one_device_that_nouveau_has_is_named(drivers, host):
+def test_the_one_device_that_nouveau_has_is_named(drivers, host, outcome):
     for index, name in enumerate(drivers):
         host.gpu(f"0000:{index + 3:02x}:00.0", driver=name)
     pci, _reason = gpu_info.pci_gpus(host)
     item = only(preflight.device_findings(pci), "gpu_bound_to_nouveau")
     assert "gpu_bound_to=nouveau: 0000:0a:00.0" in item["what"] and "0000:03" not in item["what"]
     assert "initramfs" in item["hint"] and "reboots once" in item["hint"]
+    outcome("warning gpu_bound_to_nouveau", item)
 
 
 @pytest.mark.parametrize("verdict", [pytest.param("adapter_init_failed", id="DRV-06")])
@@ -267,14 +274,16 @@ def test_numa_nodes_of_the_plan_are_compared_with_the_gpus():
 
 
 @pytest.mark.parametrize("first", [pytest.param("/usr/local/cuda-13.0/compat/libcuda.so.1", id="DRV-13-ldconfig")])
-def test_a_compat_library_before_the_drivers_is_found(first, host):
+def test_a_compat_library_before_the_drivers_is_found(first, host, outcome):
     host.answer(
         "ldconfig -p",
         f"2 libs found in cache\n\tlibcuda.so.1 (libc6,x86-64) => {first}\n\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1\n",
     )
-    assert first in only(preflight.compat_findings(host), "cuda_compat_ldconfig")["what"]
+    item = only(preflight.compat_findings(host), "cuda_compat_ldconfig")
+    assert first in item["what"]
     host.answer("ldconfig -p", "\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1\n")
     assert preflight.compat_findings(host) == []
+    outcome("error cuda_compat_ldconfig", item)
 
 
 def test_other_users_of_the_gpus_are_named_and_ours_are_not():
@@ -329,13 +338,14 @@ def answer(status, reason=None):
 
 
 @pytest.mark.parametrize("status", [pytest.param("wrong_data", id="FAB-04")])
-def test_a_copy_that_reports_success_with_wrong_data_is_an_error(status):
+def test_a_copy_that_reports_success_with_wrong_data_is_an_error(status, outcome):
     result = p2p_probe.probe(
         [(A, B), (B, A)], 5, make=lambda: None, copy=answer(status, "4096 of 4096 bytes differ although the copy reported success")
     )
     item = only(preflight.p2p_findings(result), "p2p_wrong_data")
     assert item["severity"] == "error" and f"{A} > {B}" in item["what"] and "IOMMU" in item["hint"]
     assert preflight.p2p_findings(p2p_probe.probe([(A, B)], 5, make=lambda: None, copy=answer("ok"))) == []
+    outcome("error p2p_wrong_data", item)
 
 
 class WrongCuda:
