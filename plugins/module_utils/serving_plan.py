@@ -26,7 +26,7 @@ TRANSFER_BACKENDS = ("mooncake_tcp", "nixl")
 SPECULATIONS = ("none", "mtp", "dspark")
 ROUTERS = ("sglang-router", "smg")
 P2P_MODES = ("enabled", "disabled")
-KERNELS = ("topk", "indexer", "sparse_mla", "nextn_moe")
+KERNELS = ("topk", "indexer", "indexer_topk", "sparse_mla", "nextn_moe")
 
 # Names that SGLang 0.5.23 knows. A name outside of the first set renders or parses another model's text.
 REASONING_PARSERS_V4 = ("deepseek-v4",)
@@ -124,8 +124,8 @@ DEFAULTS = {
     "direct_swa_kv": False,
     "deepgemm_hc_prenorm": False,
     "kernel_path": "",
-    "kernel_policy": "ours",
-    "kernels_applied": None,
+    "kernel_record": {},
+    "kernel_selection": "",
     "cuda_home": "",
     "cache_root": "/var/cache/dsv4",
     "cache_key": "",
@@ -750,11 +750,28 @@ def cache_environment(root):
 
 
 def serving_kernels(instance, options):
-    """The kernels of ours that an instance runs: listed in the topology, built, and not ruled out by measurement."""
-    if not options["kernel_path"] or options["kernel_policy"] == "stock":
+    """The kernels of ours that an instance runs: listed in the topology, built, and not ruled out by the record."""
+    if not options["kernel_path"]:
         return []
-    applied = options["kernels_applied"]
+    applied = options["kernel_record"].get("applied")
     return [kernel for kernel in instance.get("kernels") or [] if applied is None or kernel in applied]
+
+
+def stock_kernels(name, instance, options):
+    """The kernels that the topology lists for an instance and that are the engine's own after all, with the reason."""
+    serving = serving_kernels(instance, options)
+    reasons = options["kernel_record"].get("stock") or {}
+    for kernel in instance.get("kernels") or []:
+        if kernel not in serving:
+            reason = reasons.get(kernel, "no kernels of ours are installed")
+            yield {"instance": name, "kernel": kernel, "reason": reason,
+                   "line": "%s: %s is the engine's own: %s" % (name, kernel, reason)}
+
+
+def rows_per_request(topology):
+    """Rows that a request has in a decode step: its draft tokens while they are verified, else one."""
+    tokens = dict(flag_pairs(SPECULATION_ARGV[topology.get("speculation", "none")])).get("--speculative-num-draft-tokens")
+    return int(tokens[0]) if tokens else 1
 
 
 def _worker_environment(name, instance, binding, topology, options):
@@ -799,6 +816,8 @@ def _worker_environment(name, instance, binding, topology, options):
         paths.append(options["kernel_path"])
         environment["SGLANG_PLUGINS"] = "dsv4_sm120"
         environment["DSV4_SM120_KERNELS"] = ",".join(kernels)
+        if options["kernel_selection"]:
+            environment["DSV4_SM120_SELECTION"] = options["kernel_selection"]
     if paths:
         environment["PYTHONPATH"] = ":".join(paths)
     for source in (options["environment"], instance.get("environment") or {}):
@@ -914,6 +933,8 @@ def _worker(name, instance, topology, options, engine, model_path):
         "mem_fraction_static": _number(instance["mem_fraction_static"]),
         "context_length": _integer(topology["context_length"]),
         "kernels": serving_kernels(instance, options),
+        "kernel_build": options["kernel_record"].get("build", ""),
+        "rows_per_request": rows_per_request(topology),
         "listeners": _listeners(name, instance, topology),
         "expect": {
             "served_model_name": topology["served_model_name"],
@@ -971,6 +992,7 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
     findings = Findings()
     plan = {
         "instances": {}, "modes": {}, "endpoint": {}, "served_model_name": None, "listeners": [], "timing": {},
+        "stock_kernels": [],
         "auth": {"api_key": _truth(options["api_key"]),
                  "workers": _truth(options["api_key"]) and _truth(options["worker_keys"])},
         "gpus": [{key: gpu.get(key) for key in ("index", "uuid", "bus_id", "name", "numa_node", "compute_capability")}
@@ -1007,6 +1029,7 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
             plan["instances"][name] = _router(name, instance, topology, options, router)
         else:
             plan["instances"][name] = _worker(name, instance, topology, options, engine, model_path)
+            plan["stock_kernels"] += stock_kernels(name, instance, options)
     names = {instance["mode"]: name for name, instance in instances.items()}
     trio = [names["prefill"], names["decode"], names["router"]]
     plan["modes"] = {

@@ -177,13 +177,15 @@ def parse_counters(text):
 class Topology:
     """One comparison of a host with a plan."""
 
-    def __init__(self, plan, mode, host, settle_seconds=120, min_kv_tokens=524288, warn_kv_tokens=2000000):
+    def __init__(self, plan, mode, host, settle_seconds=120, min_kv_tokens=524288, warn_kv_tokens=2000000,
+                 kernel_warning=""):
         self.plan = plan
         self.mode = mode
         self.host = host
         self.settle = float(settle_seconds)
         self.min_kv = int(min_kv_tokens)
         self.warn_kv = int(warn_kv_tokens)
+        self.kernel_warning = kernel_warning
         self.instances = plan["instances"]
         self.active = list(plan["modes"][mode]["active"])
         self.inactive = list(plan["modes"][mode]["inactive"])
@@ -552,11 +554,11 @@ class Topology:
             self._pass(identity, "%d tokens" % tokens, notes=["below the %d that TP4 should reach" % self.warn_kv] if small else [])
 
     def _check_kernels(self, name):
-        """What the plugin says it applied, against the plan's list."""
-        identity, unit = "kernels.%s" % name, self.unit(name)
+        """What each scheduler's plugin says it applied, against the release's record: operations and build."""
+        identity, unit, instance = "kernels.%s" % name, self.unit(name), self.instances[name]
         if self._still_loading(identity, name):
             return
-        planned = sorted(self.instances[name].get("kernels") or [])
+        planned = sorted(instance.get("kernels") or [])
         # The unit names those of the plan that measurement on this host let through.
         chosen = environment_of(self._state(name)).get("DSV4_SM120_KERNELS", "") if "Environment" in self._state(name) else ",".join(planned)
         wanted = sorted(k for k in chosen.split(",") if k and k != "none")
@@ -564,14 +566,18 @@ class Topology:
             self._fail(identity, "kernels_unplanned", "the unit asks for %s, planned: %s" % (", ".join(wanted), ", ".join(planned) or "none"),
                        "DSV4_SM120_KERNELS in systemctl show -p Environment %s" % unit)
             return
-        stock = ["on stock, since the unit does not ask for ours: %s" % ", ".join(sorted(set(planned) - set(wanted)))] if set(planned) - set(wanted) else []
+        notes = [one["line"] for one in self.plan.get("stock_kernels") or [] if one["instance"] == name]
+        if set(planned) - set(wanted):
+            notes.append("on stock, since the unit does not ask for ours: %s" % ", ".join(sorted(set(planned) - set(wanted))))
+        if self.kernel_warning and (planned or notes):
+            notes.append(self.kernel_warning)
         lines = self.host.start_log(unit, self._state(name))
         applied = applied_kernels(lines or [])
         if not wanted:
             if applied and applied["kernels"]:
                 self._fail(identity, "kernels_unplanned", "applied: %s" % ", ".join(applied["kernels"]), "DSV4_SM120_KERNELS on %s" % unit)
             else:
-                self._pass(identity, "stock, as planned" if not planned else "stock", notes=stock)
+                self._pass(identity, "stock, as planned" if not planned else "stock", notes=notes)
             return
         if lines is None:
             self._add(identity, V.SKIPPED, "journal_unreadable", "the journal of %s cannot be read" % unit)
@@ -581,10 +587,16 @@ class Topology:
             self._fail(identity, "kernels_unproved", "planned %s, and the log says nothing of dsv4_sm120" % ", ".join(wanted),
                        "SGLANG_PLUGINS and PYTHONPATH of %s; journalctl -u %s -g dsv4_sm120" % (unit, unit))
         elif applied["kernels"] != wanted:
-            self._fail(identity, "kernels_differ", "planned %s, applied %s; %s" % (", ".join(wanted), ", ".join(applied["kernels"]) or "none", applied["line"]),
-                       "journalctl -u %s -g dsv4_sm120; the record of kernel_build" % unit)
+            missing, extra = sorted(set(wanted) - set(applied["kernels"])), sorted(set(applied["kernels"]) - set(wanted))
+            differs = ["not applied: %s" % ", ".join(missing)] * bool(missing) + ["applied unasked: %s" % ", ".join(extra)] * bool(extra)
+            self._fail(identity, "kernels_differ", "planned %s, applied %s; %s; %s" % (
+                ", ".join(wanted), ", ".join(applied["kernels"]) or "none", "; ".join(differs), applied["line"]),
+                "journalctl -u %s -g dsv4_sm120; dsv4-sm120 show on the release's selection.json" % unit)
+        elif instance.get("kernel_build") and applied["build"] != instance["kernel_build"]:
+            self._fail(identity, "kernels_of_another_build", "the record is of build %s, the scheduler runs %s; %s" % (
+                instance["kernel_build"], applied["build"] or "an unnamed one", applied["line"]), "PYTHONPATH of %s; site.yml again" % unit)
         else:
-            self._pass(identity, applied["line"], notes=stock)
+            self._pass(identity, applied["line"], notes=notes)
 
     def _check_gpus(self, name):
         """The processes on the planned GPUs are the unit's, and the unit's are on no other."""
@@ -830,15 +842,17 @@ def numa_of(text, pages):
 
 
 def applied_kernels(lines):
-    """What the plugin said it applied, None when it said nothing: {kernels, line}. Each scheduler says it for itself; when they
-    disagree the one with the fewest kernels counts."""
+    """What the plugin said it applied, None when it said nothing: {kernels, build, line}. Each scheduler says it for itself; when
+    they disagree the one with the fewest kernels counts, or the one of a build of its own."""
     said = []
     for line in lines:
         match = re.search(r"dsv4_sm120\b.*?\bapplied[:=]?\s*\[?([\w, ]*)\]?", line)
         if match:
             names = sorted(set(n for n in re.split(r"[,\s]+", match.group(1)) if n and n not in ("none", "nothing")))
-            said.append({"kernels": names, "line": line[match.start():].strip()})
-    return min(said, key=lambda one: len(one["kernels"])) if said else None
+            build = re.search(r"\bbuild (\w+)", match.group(0))
+            said.append({"kernels": names, "build": build.group(1) if build else "", "line": line[match.start():].strip()})
+    builds = [one["build"] for one in said]
+    return min(said, key=lambda one: (len(one["kernels"]), builds.count(one["build"]))) if said else None
 
 
 def _url(text):

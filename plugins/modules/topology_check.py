@@ -54,6 +54,10 @@ options:
     description: Number of tokens below which an engine with four GPUs gets a note.
     type: int
     default: 2000000
+  kernel_warning:
+    description: What kept the kernels of this run from being measured, for a note beside the instances that list some.
+    type: str
+    default: ""
   api_key:
     description: Key of router and workers.
     type: str
@@ -195,6 +199,7 @@ def argument_spec():
         "settle_seconds": {"type": "int", "default": 120},
         "min_kv_tokens": {"type": "int", "default": 524288, "no_log": False},
         "warn_kv_tokens": {"type": "int", "default": 2000000, "no_log": False},
+        "kernel_warning": {"type": "str", "default": ""},
         "api_key": {"type": "str", "no_log": True},
         "api_key_file": {"type": "path", "no_log": False},
         "timeout": {"type": "float", "default": 30.0},
@@ -240,7 +245,8 @@ def main():
         system, api_key=None if module.check_mode else the_key(module), timeout=given["timeout"],
         gpu_facts=lambda: gpu_info.gather(system, nvml(given["nvml_path"]), ("nvml", "nvidia-smi"), peers=False, limit=given["timeout"]))
     try:
-        watch = topology.Topology(given["plan"], given["mode"], host, given["settle_seconds"], given["min_kv_tokens"], given["warn_kv_tokens"])
+        watch = topology.Topology(given["plan"], given["mode"], host, given["settle_seconds"], given["min_kv_tokens"], given["warn_kv_tokens"],
+                                  given["kernel_warning"] or "")
         if module.check_mode:
             checks = watch.skipped("check_mode", "nothing is asked in check mode") if given["phase"] == "check" else []
             module.exit_json(changed=False, checks=checks, summary=probes.summarize(checks), snapshot={"units": {}, "counters": {}})

@@ -31,7 +31,7 @@ def plans():
         yield serving_plan(
             topology(transfer_backend=backend, speculation=speculation),
             engine="/opt/e", router="/opt/r", model_path="/opt/m", gpus=gpus, p2p=p2p, router_kind=router,
-            kernel_path="/opt/k", api_key=True, site_path="/opt/s", chat_template="/opt/t.jinja", engine_version="0.5.20",
+            kernel_path="/opt/k", kernel_selection="/opt/s.json", api_key=True, site_path="/opt/s", chat_template="/opt/t.jinja", engine_version="0.5.20",
             cuda_home="/usr/local/cuda", pcie_ipc_allreduce=p2p == "enabled", direct_swa_kv=True, deepgemm_hc_prenorm=True,
             model_facts={"speculation": speculation},
         )  # fmt: skip

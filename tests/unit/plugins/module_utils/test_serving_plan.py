@@ -143,12 +143,17 @@ def test_kernels_only_where_they_are_built_and_listed():
     assert with_path["decode"]["environment"]["PYTHONPATH"] == "/k"
     assert with_path["decode"]["environment"]["SGLANG_PLUGINS"] == "dsv4_sm120"
     assert "SGLANG_PLUGINS" not in with_path["prefill"]["environment"]
-    measured = plan(kernel_path="/k", kernel_policy="measured", kernels_applied=["indexer"])["instances"]["decode"]
+    record = {"applied": ["indexer"], "build": "3f2a", "stock": {"topk": "slower", "sparse_mla": "its self-test failed"}}
+    whole = plan(kernel_path="/k", kernel_record=record, kernel_selection="/r/selection.json")
+    measured = whole["instances"]["decode"]
     assert measured["environment"]["DSV4_SM120_KERNELS"] == "indexer" and measured["kernels"] == ["indexer"]
-    nothing = plan(kernel_path="/k", kernel_policy="measured", kernels_applied=[])["instances"]["decode"]
+    assert measured["environment"]["DSV4_SM120_SELECTION"] == "/r/selection.json" and measured["kernel_build"] == "3f2a"
+    assert [one["line"] for one in whole["stock_kernels"]] == [
+        "decode: topk is the engine's own: slower", "decode: sparse_mla is the engine's own: its self-test failed"]
+    nothing = plan(kernel_path="/k", kernel_record={"applied": []})["instances"]["decode"]
     assert "PYTHONPATH" not in nothing["environment"] and nothing["kernels"] == []
-    for stock in (plan(), plan(kernel_path="/k", kernel_policy="stock"), plan({"instances.decode.kernels": []},
-                                                                              kernel_path="/k")):
+    assert len(plan()["stock_kernels"]) == 3 and plan(kernel_path="/k")["stock_kernels"] == []
+    for stock in (plan(), plan({"instances.decode.kernels": []}, kernel_path="/k")):
         assert not {"PYTHONPATH", "SGLANG_PLUGINS", "DSV4_SM120_KERNELS"} & set(
             stock["instances"]["decode"]["environment"])
 

@@ -170,6 +170,53 @@ def test_a_journal_that_no_longer_reaches_back_proves_nothing():
     assert (check["status"], check["reason"]) == ("skipped", "journal_rotated")
 
 
+def with_record(**record):
+    """The plan as a host's record of the kernels makes it."""
+    plan = copy.deepcopy(PLAN)
+    plan["instances"]["decode"].update(kernels=record["applied"], kernel_build=record["build"])
+    plan["stock_kernels"] = [{"instance": "decode", "kernel": name, "line": "decode: %s is the engine's own: %s" % (name, why)}
+                             for name, why in record["stock"].items()]
+    return plan
+
+
+LINE = "[2026-01-01 00:00:00 TP%d] dsv4_sm120 0.1.0+sm120a build %s (sm_120a) pid 7 applied: %s; left out: nothing; chosen by DSV4_SM120_KERNELS"
+
+
+@pytest.mark.parametrize(("said", "reason", "words"), [
+    ([("3f2a", "topk")] * 4, "ok", "applied: topk"),
+    ([("3f2a", "topk, indexer")] * 4, "kernels_differ", "applied unasked: indexer"),
+    ([("3f2a", "nothing")] * 4, "kernels_differ", "not applied: topk"),
+    ([("3f2a", "indexer")] * 4, "kernels_differ", "not applied: topk; applied unasked: indexer"),
+    ([("77aa", "topk")] * 4, "kernels_of_another_build", "the record is of build 3f2a, the scheduler runs 77aa"),
+    ([("3f2a", "topk")] * 3 + [("77aa", "topk")], "kernels_of_another_build", "runs 77aa"),
+    ([("3f2a", "topk")] * 3 + [("3f2a", "nothing")], "kernels_differ", "applied none"),
+])
+def test_what_the_schedulers_applied_is_held_against_the_record(said, reason, words):
+    def logs(host):
+        measured(host, "topk")
+        host.logs["decode"] = [LINE % (rank, build, applied) for rank, (build, applied) in enumerate(said)]
+
+    check = run(logs, plan=with_record(applied=["topk"], build="3f2a", stock={"indexer": "slower", "sparse_mla": "slower"}))["kernels.decode"]
+    assert check["reason"] == reason and words in check["evidence"], check
+    assert bool(check["notes"]) == (reason == "ok")
+
+
+def test_kernels_on_stock_are_noted_with_their_reason_and_a_warning():
+    def stock(host):
+        host.state["decode"]["Environment"] = "X=1"
+        host.logs["decode"] = ["ready"]
+
+    plan = with_record(applied=[], build="3f2a", stock={"topk": "its self-test failed: h19 length 513", "indexer": "not measured"})
+    check = run(stock, plan=plan)["kernels.decode"]
+    assert check["status"] == "pass" and check["notes"] == [
+        "decode: topk is the engine's own: its self-test failed: h19 length 513", "decode: indexer is the engine's own: not measured"]
+    host = FakeHost(plan, "pd")
+    stock(host)
+    watch = topology.Topology(plan, "pd", host, kernel_warning="the GPUs were busy")
+    checks = {check["id"]: check for check in watch.check()}
+    assert checks["kernels.decode"]["notes"][-1] == "the GPUs were busy" and checks["kernels.prefill"]["notes"] == []
+
+
 def measured(host, *kernels):
     host.state["decode"]["Environment"] = 'SGLANG_PLUGINS=dsv4_sm120 "X=a b" DSV4_SM120_KERNELS=%s' % ",".join(kernels)
 
