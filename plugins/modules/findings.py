@@ -12,7 +12,7 @@ short_description: Append an entry to a Markdown record when something changed
 version_added: "0.1.0"
 description:
   - Keeps the deployment record of a host, an append-only Markdown file.
-  - An entry is appended only when O(key) differs from the last entry's key, so an unchanged run writes nothing.
+  - An entry is appended only when O(key) differs from that of the last entry of its O(series), so an unchanged run writes nothing.
   - The date of an entry is taken on the target, in UTC.
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
@@ -37,6 +37,10 @@ options:
     description: What the entry stands for (a hash of release, topology and verdict). Letters, digits and C(._:-).
     type: str
     required: true
+  series:
+    description: Entries of one series are compared among themselves, so that one of another does not hide the last of them.
+    type: str
+    default: record
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
 attributes:
@@ -65,7 +69,7 @@ path:
   type: str
   sample: /var/lib/dsv4/FINDINGS.md
 previous_key:
-  description: Key of the newest entry before this run; null for a new record.
+  description: Key of the newest entry of the series before this run; null when there is none.
   returned: always
   type: str
   sample: 0a1b2c3d4e5f:pd:pass
@@ -88,6 +92,7 @@ def main() -> None:
             "title": {"type": "str", "required": True},
             "body": {"type": "str", "required": True},
             "key": {"type": "str", "required": True, "no_log": False},
+            "series": {"type": "str", "default": findings.RECORD},
         },
         supports_check_mode=True,
     )
@@ -99,14 +104,15 @@ def main() -> None:
                 before = record.read()
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         after = findings.appended(
-            before, module.params["preamble"], date, module.params["title"], module.params["body"], module.params["key"]
+            before, module.params["preamble"], date, module.params["title"], module.params["body"], module.params["key"],
+            module.params["series"],
         )
         if after is not None and not module.check_mode:
             make_parents(path)
             findings.write_atomic(path, after, 0o644)
     except (findings.FindingsError, OSError, UnicodeDecodeError) as error:
         module.fail_json(msg=f"{path}: {error}")
-    result = {"changed": after is not None, "path": path, "previous_key": findings.last_key(before)}
+    result = {"changed": after is not None, "path": path, "previous_key": findings.last_key(before, module.params["series"])}
     if after is not None:
         result["diff"] = {"before": before, "after": after, "before_header": path, "after_header": path}
     module.exit_json(**result)

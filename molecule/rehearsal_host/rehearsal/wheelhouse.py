@@ -19,6 +19,7 @@ from .common import CLONE, HERE, Problem, cache_root, cached_folder, digest, fil
 PYTHON = "3.13"  # of the suite in base.py
 GLIBC = range(41, 4, -1)  # manylinux_2_41 and all before it
 ENGINE = HERE / "engine"
+APART = ("benchmark",)  # in a folder of its own: pip would take the rehearsal engine for the sglang that this lock names
 LOCAL = "+rehearsal"  # a version of our own: built here, not downloaded; whoever installs it compares the hash
 
 
@@ -35,7 +36,7 @@ def ensure() -> Path:
         parts.append(cached_folder(store / "engine", tree_digest(ENGINE), "wheel of the rehearsal engine", _build_engine))
     for path in files():
         parts.append(wheels_of(path, store / path.stem))
-    return cached_folder(store / "all", digest([str(part) for part in parts]), "wheelhouse", lambda work: _join(parts, work))
+    return cached_folder(store / "all", digest(APART, [str(part) for part in parts]), "wheelhouse", lambda work: _join(parts, work))
 
 
 def for_target(text: str) -> list[str]:
@@ -94,9 +95,11 @@ def _download(path: Path, work: Path) -> None:
 
 def _join(parts: list[Path], work: Path) -> None:
     for part in parts:
+        place = work / part.parent.name if part.parent.name in APART else work
+        place.mkdir(exist_ok=True)
         for wheel in part.iterdir():
-            if not (work / wheel.name).exists():
+            if not (place / wheel.name).exists():
                 try:
-                    os.link(wheel, work / wheel.name)
+                    os.link(wheel, place / wheel.name)
                 except OSError:
-                    shutil.copy2(wheel, work / wheel.name)
+                    shutil.copy2(wheel, place / wheel.name)

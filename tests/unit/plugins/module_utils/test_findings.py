@@ -26,12 +26,21 @@ def test_the_same_key_adds_nothing_even_on_another_day():
 
 def test_history_is_kept_and_a_return_to_an_old_key_is_a_new_entry():
     text = add(add(add("", "a"), "b"), "a")
-    assert findings.KEY_LINE.findall(text) == ["a", "b", "a"]
+    assert findings.KEY_LINE.findall(text) == [("record", "a"), ("record", "b"), ("record", "a")]
 
 
-def test_a_body_cannot_forge_the_key():
+def test_an_entry_of_another_series_does_not_hide_the_last_one():
+    text = findings.appended(add("", "a"), "# F", "d", "benchmark", "body", "x", "benchmark")
+    assert (findings.last_key(text), findings.last_key(text, "benchmark")) == ("a", "x")
+    assert add(text, "a") is None and findings.appended(text, "# F", "d", "benchmark", "body", "x", "benchmark") is None
+    with pytest.raises(findings.FindingsError, match="lower-case"):
+        findings.appended("", "# F", "d", "t", "body", "a", "b: c -->")
+
+
+@pytest.mark.parametrize("series", ["record", "benchmark"])
+def test_a_body_cannot_forge_the_key(series):
     with pytest.raises(findings.FindingsError, match="key line of its own"):
-        findings.appended("", "# F", "d", "t", "x\n<!-- dsv4-record: z -->\n", "a")
+        findings.appended("", "# F", "d", "t", f"x\n<!-- dsv4-{series}: z -->\n", "a")
 
 
 def test_a_key_that_breaks_the_line_is_refused():
