@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 
 from .host_files import make_parents
 
@@ -208,12 +207,14 @@ def build(path, key, text, python, version, wheels=(), wheel_dir="", index_url="
         shutil.rmtree(path)
     make_parents(path)
     inside = os.path.join(path, "bin", "python")
-    scratch = tempfile.mkdtemp(prefix="dsv4-lock-")
+    code, output = run([python, "-I", "-m", "venv", path], environment, log)
+    if code != 0:
+        raise VenvError("%s -m venv failed; on Debian and Ubuntu it needs the package python3-venv" % python, output)
+    # What pip downloads (gigabytes for an engine) needs this disk and no other, and goes with a torn build.
+    scratch = os.path.join(path, ".build")
+    os.mkdir(scratch)
+    environment["TMPDIR"] = scratch
     try:
-        code, output = run([python, "-I", "-m", "venv", path], environment, log)
-        if code != 0:
-            raise VenvError("%s -m venv failed; on Debian and Ubuntu it needs the package python3-venv" % python,
-                            output)
         for step in pip_steps(inside, hashed, unhashed, wheels, wheel_dir, scratch):
             code, output = run(step, environment, log)
             if code != 0:
@@ -253,7 +254,7 @@ def check_problems(output, missing_ok=()):
 def explain(output):
     """One sentence for a failed pip call."""
     rules = (
-        (r"No space left on device", "no space left on the disk of the virtual environments"),
+        (r"No space left on device", "no space left on the disk of the virtual environments (while one is built it needs half as much again)"),
         (r"(?:from versions: none|No matching distribution found for ([^\s(]+))",
          "a package of the lock was not found; the index or the wheel folder does not have it, or can't be reached"),
         (r"THESE PACKAGES DO NOT MATCH THE HASHES", "a downloaded package is not the one that the lock names"),

@@ -104,6 +104,8 @@ class Runner:
 
     def __call__(self, argv, environment, log=None):
         self.calls.append(argv)
+        if "install" in argv:
+            assert environment["TMPDIR"].startswith(self.path) and os.path.isdir(environment["TMPDIR"])
         if self.fail_at == len(self.calls):
             return 1, self.output
         if "venv" in argv:
@@ -127,7 +129,7 @@ def test_the_marker_comes_last_and_a_torn_build_is_made_anew(tmp_path):
     marker = logic.build(path, "k", LOCK, "python3", "3.13", probe="x", run=Runner(path))
     assert marker["facts"] == {"torch": "2"} and marker["packages"] == {"a": "1.0"}
     assert logic.is_complete(path, "k") and not logic.is_complete(path, "other")
-    assert not (Path(path) / "leftover").exists()
+    assert not (Path(path) / "leftover").exists() and not (Path(path) / ".build").exists()
     os.unlink(os.path.join(path, "bin", "python"))
     assert not logic.is_complete(path, "k")
 
