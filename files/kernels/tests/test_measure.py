@@ -46,6 +46,11 @@ FILES = {
         from ..operation import Operation
         OPERATIONS = [Operation("made", (), ()), Operation("other", (), ())]
     """,
+    "dsv4_sm120/mended/__init__.py": "",
+    "dsv4_sm120/mended/hook.py": """
+        from ..operation import Operation
+        OPERATIONS = [Operation("mended", (), ())]
+    """,
     "dsv4_sm120/made/contest.py": """
         import json, os, signal, time
         from ..contests import Bout, Cell, Contest
@@ -246,10 +251,12 @@ def test_a_dry_run_touches_nothing(tree):
 
 def test_operations_of_another_build_are_named(tree, deployment):
     document = json.loads(deployment.read_text())
-    document["instances"]["decode"]["kernels"] = ["made", "absent", "nothing"]
+    document["instances"]["decode"]["kernels"] = ["made", "absent", "mended"]
     deployment.write_text(json.dumps(document))
     _code, record, _err = select(tree, deployment)
     assert record["operations"]["absent"]["reason"] == "this build does not have it"
+    # there is nothing to time about what only mends something
+    assert record["operations"]["mended"]["choice"] == "ours" and "rows" not in record["operations"]["mended"]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     )
     prove.add_argument("--dry-run", action="store_true", help="only say on which GPU what would be proved")
     prove.add_argument("--out", type=pathlib.Path, metavar="FILE", help="keep the result as JSON in this file too")
+    prove.add_argument("--key", default="", help="what the result holds for, kept in it as it is")
     choose.add_argument(
         "--topology", type=pathlib.Path, required=True, metavar="FILE",
         help='the deployment\'s shapes: {"schema": 1, "context_length": N, "instances": {NAME: {"heads": N, "max_batch": N, '
@@ -104,7 +105,7 @@ def run_selftest(options: argparse.Namespace) -> int:
         print(f"would prove {', '.join(wanted)} on {device['name']} ({device['uuid']})")
         return OK
     results = selftest.prove_all(wanted, options.time_limit, progress=say)
-    document = selftest.document(results, device)
+    document = selftest.document(results, device) | {"key": options.key}
     if options.out:
         selection.write_record(options.out, document)
     print(json.dumps(document, indent=1, sort_keys=True) if options.json else show.selftest(document["operations"]))

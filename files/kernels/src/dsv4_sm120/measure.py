@@ -55,12 +55,19 @@ class Recorder:
         selection.write_record(self.path, self.record)
 
 
-def in_the_package(names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Returns the operations that can be measured, and why the others cannot."""
+def in_the_package(names: tuple[str, ...]) -> tuple[list[str], dict[str, dict]]:
+    """Returns the operations that can be measured, and the record's entries of the others.
+
+    What has no contest is there to be right, not fast: it serves wherever it is asked for.
+    """
     known, able = plugin.operations(), contests.modules()
-    left = {name: "this build does not have it" for name in names if name not in known}
-    left |= {name: "it is not chosen by speed" for name in names if name in known and name not in able}
-    return [name for name in names if name not in left], left
+    other = {}
+    for name in names:
+        if name not in known:
+            other[name] = {"reason": "this build does not have it"}
+        elif name not in able:
+            other[name] = {"choice": "ours", "reason": "it mends something and is not chosen by speed"}
+    return [name for name in names if name not in other], other
 
 
 def select(
@@ -87,9 +94,11 @@ def select(
     facts |= {"engine": plugin.engine_version()}
     recorder = Recorder(out, wanted, facts, key, repeats)
     entries = recorder.record["operations"]
-    able, unable = in_the_package(wanted)
-    for name, reason in unable.items():
-        entries[name]["reason"] = reason
+    able, others = in_the_package(wanted)
+    for name, entry in others.items():
+        entries[name] |= entry
+        if entries[name]["choice"] == "ours":
+            del entries[name]["rows"]
     recorder.write()
     recorder.proofs = {name: result for name, result in earlier.items() if name in able}
     rest = [name for name in able if name not in earlier]
