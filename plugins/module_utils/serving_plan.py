@@ -90,6 +90,9 @@ SECRET_FLAGS = ("--api-key", "--admin-api-key")
 # Environment that the plan drives as a set.
 P2P_ENVIRONMENT = ("NCCL_P2P_DISABLE", "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE")
 GPU_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
+# How long a half waits for the other: the handshake, and after it the queue and the whole prefill.
+PAIR_TIMEOUTS = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "bootstrap_timeout",
+                 "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "waiting_timeout"}
 HALVES_MUST_AGREE = ("SGLANG_OPT_SM120_DIRECT_SWA_KV", "SGLANG_DSV4_KV_LAYOUT")
 
 TOPOLOGY_KEYS = {
@@ -141,6 +144,10 @@ DEFAULTS = {
     "router_startup_timeout": 86400,
     "router_log_level": "info",
     "request_timeout": 7200,
+    "bootstrap_timeout": 100,
+    "waiting_timeout": 300,
+    "probe_timeout": 120,
+    "prefill_rate": 4000,
     "shutdown_grace": 60,
     "api_key": False,
     "ephemeral_ports": [32768, 60999],
@@ -514,6 +521,9 @@ def _check_extra(name, instance, gpus, options, findings):
         findings.add("environment.gpus", _where(name, "environment"),
                      "%s=%s by hand, but the plan binds GPUs %s" % (key, environment[key], _words(gpus)),
                      "Set %s." % _where(name, "gpus"))
+    for key in sorted(set(environment) & set(PAIR_TIMEOUTS)):
+        findings.add("environment.timeouts", _where(name, "environment"), "%s=%s by hand" % (key, environment[key]),
+                     "Set sglang_dsv4_%s, which both halves follow." % PAIR_TIMEOUTS[key])
     for key in sorted(set(environment) & set(P2P_ENVIRONMENT)):
         findings.add("environment.p2p", _where(name, "environment"),
                      "%s=%s by hand drives one peer path only: %s"
@@ -628,6 +638,30 @@ def _check_options(options, findings):
         findings.warn("router.thinking", "sglang_dsv4_router",
                       "smg turns thinking on for requests that do not mention it",
                       "Thinking is opt-in only through sglang-router.")
+
+
+def _check_pair_timeouts(topology, options, findings):
+    """The limits of the halves against those around them. Only the handshake can stay below a probe's limit: the wait after it
+    holds the prefill, and 500,000 tokens take minutes."""
+    bootstrap, waiting, probe, rate, request = (_integer(options[key]) for key in (
+        "bootstrap_timeout", "waiting_timeout", "probe_timeout", "prefill_rate", "request_timeout"))
+    if not (bootstrap and waiting and probe and rate and request):
+        return
+    if bootstrap >= probe:
+        findings.warn("timeouts.bootstrap", "sglang_dsv4_bootstrap_timeout",
+                      "a half looks %d s for the other, a probe gives up after %d s: it never hears why" % (bootstrap, probe),
+                      "Below %d, or a longer verification_timeout." % probe)
+    context = _integer(topology.get("context_length"))
+    if context and waiting * rate < context:
+        findings.warn("timeouts.waiting", "sglang_dsv4_waiting_timeout",
+                      "decode waits %d s for the KV, prefill needs %d s for %d tokens at %d a second: long prompts are aborted"
+                      % (waiting, -(-context // rate), context, rate),
+                      "At least %d; with it a request whose prefill failed is also given up that late." % -(-context // rate))
+    if max(bootstrap, waiting) >= request:
+        late = "waiting_timeout" if waiting >= bootstrap else "bootstrap_timeout"
+        findings.add("timeouts.request", "sglang_dsv4_%s" % late,
+                     "the router ends a request after %d s, a half gives up after %d s" % (request, max(bootstrap, waiting)),
+                     "Below sglang_dsv4_request_timeout, or the client never gets the engine's error.")
 
 
 def _check_gpu_facts(topology, gpus, findings):
@@ -774,7 +808,7 @@ def rows_per_request(topology):
     return int(tokens[0]) if tokens else 1
 
 
-def _worker_environment(name, instance, binding, topology, options):
+def _worker_environment(name, instance, binding, topology, options, engine):
     root = "%s/%s%s" % (options["cache_root"], name, "/" + options["cache_key"] if options["cache_key"] else "")
     environment = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -787,10 +821,12 @@ def _worker_environment(name, instance, binding, topology, options):
         "PYTHONNOUSERSITE": "1",
     }
     environment.update(cache_environment(root))
+    # The engine compiles kernels by the word ninja, which its own environment brings.
+    programs = ["%s/bin" % engine]
     if options["cuda_home"]:
         environment["CUDA_HOME"] = options["cuda_home"]
-        environment["PATH"] = "%s/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin" \
-            % options["cuda_home"]
+        programs.append("%s/bin" % options["cuda_home"])
+    environment["PATH"] = ":".join(programs + ["/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"])
     if not binding["numa_bound"]:
         environment["SGLANG_AUTO_NUMA_BIND"] = "0"
     if options["p2p"] == "disabled":
@@ -808,6 +844,8 @@ def _worker_environment(name, instance, binding, topology, options):
         first, last = MOONCAKE_PORTS[instance["mode"]]
         environment["MC_MIN_RPC_PORT"] = str(first)
         environment["MC_MAX_RPC_PORT"] = str(last)
+    if instance["mode"] in ("prefill", "decode"):
+        environment.update({key: str(_integer(options[option])) for key, option in PAIR_TIMEOUTS.items()})
     kernels = serving_kernels(instance, options)
     paths = []
     if _truth(options["api_key"]) and _truth(options["worker_keys"]) and options["site_path"]:
@@ -920,7 +958,7 @@ def _worker(name, instance, topology, options, engine, model_path):
         "unit": UNIT_OF_MODE[instance["mode"]],
         "mode": instance["mode"],
         "argv": _worker_argv(instance, binding, topology, options, engine, model_path),
-        "environment": _worker_environment(name, instance, binding, topology, options),
+        "environment": _worker_environment(name, instance, binding, topology, options, engine),
         "host": str(instance["host"]),
         "port": _integer(instance["port"]),
         "url": url,
@@ -1004,11 +1042,13 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
         return plan
     instances = topology["instances"]
     plan["served_model_name"] = topology.get("served_model_name")
-    for key in ("restart_sec", "start_burst", "stop_timeout", "gpu_wait", "shutdown_grace", "request_timeout"):
+    for key in ("restart_sec", "start_burst", "stop_timeout", "gpu_wait", "shutdown_grace", "request_timeout",
+                "bootstrap_timeout", "waiting_timeout", "prefill_rate"):
         if not _integer(options[key]):
             findings.add("timeouts.number", "sglang_dsv4_%s" % key, "%s is %r" % (key, options[key]),
                          "Write a positive number.")
     _check_options(options, findings)
+    _check_pair_timeouts(topology, options, findings)
     _check_common(topology, options, findings)
     for name, instance in instances.items():
         if instance["mode"] in WORKER_MODES:

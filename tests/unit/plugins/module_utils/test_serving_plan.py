@@ -328,3 +328,11 @@ def test_start_limit_can_trigger():
     timing = result["timing"]
     assert timing["start_limit_interval"] > timing["start_burst"] * (timing["start_timeout"] + timing["restart_sec"])
     assert timing["start_limit_interval"] > 2745
+
+
+def test_workers_find_the_programs_of_their_own_environment():
+    """The engine's JIT runs the word ninja; without the environment's bin in PATH the first kernel ends the server."""
+    for home, start in (("", "/e/bin:/usr/local/sbin:"), ("/usr/local/cuda", "/e/bin:/usr/local/cuda/bin:/usr/local/sbin:")):
+        made = plan(cuda_home=home)["instances"]
+        for name in ("prefill", "decode", "single"):
+            assert made[name]["environment"]["PATH"].startswith(start)
