@@ -38,13 +38,13 @@ class ActionModule(ActionBase):
             plan = report.plan(args.get("workloads") or [], repeats, seed)
         except (TypeError, ValueError, KeyError) as error:
             return dict(result, failed=True, msg="serving_benchmark: %s" % error)
-        answer = {"changed": False, "seed": seed, "client": "", "engine_version": "", "seconds": 0.0}
+        answer = {"changed": False, "seed": seed, "client": "", "engine_version": "", "load": 0.0, "seconds": 0.0}
         if self._task.check_mode:
             for line in report.planned_lines(plan):
                 display.display("    would send %s" % line)
             return dict(result, runs=[dict(run, status="planned", reason="", figures={}) for run in plan], **answer)
         warm_up = report.warm_up(plan) if boolean(args.get("warm_up", True)) else []
-        start, runs = self._clock(), []
+        start, runs, first = self._clock(), [], True
         for number, run in enumerate(warm_up + plan, 1 - len(warm_up)):
             left = time_limit - (self._clock() - start)
             reason = "the time limit of %s had passed" % duration(time_limit) if left <= 0 else report.hopeless(run, runs)
@@ -58,6 +58,8 @@ class ActionModule(ActionBase):
             )
             if said.get("failed"):
                 return dict(result, **said)
+            if first:
+                answer["load"], first = said["load"], False
             answer["client"] = said["client"] or answer["client"]
             answer["engine_version"] = said["engine_version"] or answer["engine_version"]
             runs.extend(said["runs"])

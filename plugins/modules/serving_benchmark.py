@@ -163,6 +163,11 @@ engine_version:
   returned: always
   type: str
   sample: 0.5.23
+load:
+  description: Load average of the host a core, over the minute before the first run.
+  returned: always
+  type: float
+  sample: 0.12
 seed:
   description: The seed, for a repetition with the same prompts.
   returned: always
@@ -232,10 +237,12 @@ def main():
     if not run:
         module.fail_json(msg="run is set by the action plugin of the same name")
     wanted = logic.request(given["base_url"], given["model"], given["tokenizer"], run, key)
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
     outcome = logic.measure(os.path.join(given["client"], "bin", "python"), wanted, given["run_timeout"])
     version = engine_version(given["engine_url"], key) if given["engine_url"] else ""
     client = outcome.pop("client")
-    module.exit_json(changed=False, runs=[dict(run, **outcome)], client=client, engine_version=version, seed=run["seed"], seconds=0.0)
+    module.exit_json(
+        changed=False, runs=[dict(run, **outcome)], client=client, engine_version=version, load=round(load, 2), seed=run["seed"], seconds=0.0)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ METRICS = {
 }
 PLOTS = {"ttft.svg": "ttft_ms", "itl.svg": "itl_ms", "throughput.svg": "output_tokens_per_s"}
 WORD = {"better": "yes, better", "worse": "yes, WORSE", "noise": "no", "unknown": "unknown, one repetition"}
+#: Load average a core above which an idle endpoint's host has something else to do.
+BUSY = 0.5
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
@@ -175,6 +177,7 @@ def record_of(measured, about, before=None):
         "client": measured["client"],
         "seed": measured["seed"],
         "seconds": measured["seconds"],
+        "load": measured["load"],
         "cells": cells(measured["runs"]),
     }
     reason = not_comparable(record, before)
@@ -195,6 +198,8 @@ def notes(record):
     lines = []
     if record["rehearsal"]:
         lines.append("These are figures of the rehearsal engine (%s), which holds no model: they say nothing about a GPU." % record["engine_version"])
+    if record["load"] > BUSY:
+        lines.append("The host was busy before the first run (load average %s a core): its figures tell of that, too." % number(record["load"]))
     with_whom = record["compared_with"]
     lines.append("Not compared: %s." % with_whom["reason"] if with_whom["reason"] else
                  "Compared with release %s of %s." % (with_whom["release"], with_whom["time"]))

@@ -37,7 +37,8 @@ def bench(monkeypatch):
             if status == "module":
                 return {"failed": True, "msg": "api_key_file cannot be read"}
             entry = dict(module_args["run"], status=status, reason="" if status == "ok" else "why", figures=FIGURES if status == "ok" else {})
-            return {"changed": False, "runs": [entry], "client": "0.5.23" if status == "ok" else "", "engine_version": "0.5.23", "seconds": 0.0}
+            return {"changed": False, "runs": [entry], "client": "0.5.23" if status == "ok" else "", "engine_version": "0.5.23",
+                    "load": float(len(calls)), "seconds": 0.0}
 
         plugin._execute_module = execute
         monkeypatch.setattr("ansible.plugins.action.ActionBase.run", lambda self, tmp=None, task_vars=None: {})
@@ -51,6 +52,7 @@ def test_every_run_is_made_after_a_warm_up_and_shown(bench):
     assert [(call["run"]["workload"], call["run"]["repeat"]) for call in calls[:2]] == [("short", 0), ("long", 0)]
     assert len(result["runs"]) == 8 and all(run["status"] == "ok" and run["repeat"] in (1, 2) for run in result["runs"])
     assert (result["client"], result["engine_version"], result["seed"], result["seconds"], result["changed"]) == ("0.5.23", "0.5.23", 5, 100.0, False)
+    assert result["load"] == 1.0, "the load before the first run, which later runs make themselves"
     assert "warm-up: short, 1 stream" in lines[0]
     assert lines[-1] == "    1 min 40 s, 8 of 8: long, 1 stream: TTFT 98.9 ms, ITL 4.63 ms, 443 tokens/s"
 

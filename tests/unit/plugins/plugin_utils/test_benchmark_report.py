@@ -31,7 +31,7 @@ def measured(scale=1.0, repeats=3, engine="0.5.23", spread=0.01, outcome=None):
             "output_tokens_per_s": 120 * value})
         status = outcome(run) if outcome else None
         runs.append(dict(done, status=status, reason="because", figures={}) if status else done)
-    return {"runs": runs, "engine_version": engine, "client": "0.5.23", "seed": 100, "seconds": 61.5}
+    return {"runs": runs, "engine_version": engine, "client": "0.5.23", "seed": 100, "load": 0.1, "seconds": 61.5}
 
 
 # ---- plan
@@ -208,6 +208,12 @@ def test_figures_of_the_rehearsal_engine_are_called_that_everywhere():
         assert any("REHEARSAL ENGINE" in text for text in texts(report["files"][name]))
     real = logic.report(measured(), ABOUT)
     assert not any("rehearsal engine" in text.lower() for text in [*real["files"].values(), *real["table"]])
+
+
+def test_figures_of_a_busy_host_are_called_that():
+    said = "The host was busy before the first run (load average 3.70 a core)"
+    assert any(said in note for note in logic.notes(logic.report(dict(measured(), load=3.7), ABOUT)["record"]))
+    assert not any("busy" in note for note in logic.notes(logic.report(measured(), ABOUT)["record"]))
 
 
 def test_the_entry_of_the_record_links_its_files():
