@@ -516,16 +516,20 @@ def _check_extra(name, instance, gpus, options, findings):
                                   "Unknown options end the engine with exit code 2.")
                 else:
                     findings.add("extra.value", variable, problem, "See files/sglang_flags.json.")
-    environment = instance.get("environment") or {}
+    _check_environment(_where(name, "environment"), instance.get("environment") or {},
+                       "GPUs %s; set %s" % (_words(gpus), _where(name, "gpus")), findings)
+
+
+def _check_environment(variable, environment, binding, findings):
+    """What the plan drives as a set is not given by hand: for one instance or for all workers."""
     for key in sorted(set(environment) & set(GPU_ENVIRONMENT)):
-        findings.add("environment.gpus", _where(name, "environment"),
-                     "%s=%s by hand, but the plan binds GPUs %s" % (key, environment[key], _words(gpus)),
-                     "Set %s." % _where(name, "gpus"))
+        findings.add("environment.gpus", variable,
+                     "%s=%s by hand, but the plan binds the GPUs" % (key, environment[key]), "Leave it out: the plan binds %s." % binding)
     for key in sorted(set(environment) & set(PAIR_TIMEOUTS)):
-        findings.add("environment.timeouts", _where(name, "environment"), "%s=%s by hand" % (key, environment[key]),
+        findings.add("environment.timeouts", variable, "%s=%s by hand" % (key, environment[key]),
                      "Set sglang_dsv4_%s, which both halves follow." % PAIR_TIMEOUTS[key])
     for key in sorted(set(environment) & set(P2P_ENVIRONMENT)):
-        findings.add("environment.p2p", _where(name, "environment"),
+        findings.add("environment.p2p", variable,
                      "%s=%s by hand drives one peer path only: %s"
                      % (key, environment[key],
                         "P2P disabled for NCCL but custom all-reduce still on"
@@ -1049,6 +1053,7 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
                          "Write a positive number.")
     _check_options(options, findings)
     _check_pair_timeouts(topology, options, findings)
+    _check_environment("sglang_dsv4_environment", options["environment"], "each instance's own; set its gpus", findings)
     _check_common(topology, options, findings)
     for name, instance in instances.items():
         if instance["mode"] in WORKER_MODES:

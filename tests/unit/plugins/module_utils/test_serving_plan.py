@@ -323,6 +323,45 @@ def test_filter_returns_plain_data_and_refuses_unknown_options():
         filter_plugin.serving_plan(topology(), colour="red")
 
 
+def test_both_halves_carry_the_limits_of_the_pair():
+    result = plan(bootstrap_timeout=90, waiting_timeout="400")
+    for name in ("prefill", "decode"):
+        environment = result["instances"][name]["environment"]
+        assert environment["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] == "90"
+        assert environment["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "400"
+    for name in ("single", "router"):
+        assert not [key for key in result["instances"][name]["environment"] if key.startswith("SGLANG_DISAGGREGATION_")]
+
+
+@pytest.mark.parametrize("options, found", [
+    ({}, []),
+    ({"bootstrap_timeout": 119}, []),
+    ({"bootstrap_timeout": 120}, [("warning", "timeouts.bootstrap", "sglang_dsv4_bootstrap_timeout")]),
+    ({"bootstrap_timeout": 299, "probe_timeout": 300}, []),
+    # 524288 tokens at 4000 a second are 132 s.
+    ({"waiting_timeout": 132}, []),
+    ({"waiting_timeout": 131}, [("warning", "timeouts.waiting", "sglang_dsv4_waiting_timeout")]),
+    ({"waiting_timeout": 131, "prefill_rate": 8000}, []),
+    ({"waiting_timeout": 7200}, [("error", "timeouts.request", "sglang_dsv4_waiting_timeout")]),
+    ({"bootstrap_timeout": 400, "probe_timeout": 500, "request_timeout": 400},
+     [("error", "timeouts.request", "sglang_dsv4_bootstrap_timeout")]),
+    ({"waiting_timeout": 0}, [("error", "timeouts.number", "sglang_dsv4_waiting_timeout")]),
+    ({"bootstrap_timeout": "soon"}, [("error", "timeouts.number", "sglang_dsv4_bootstrap_timeout")]),
+])
+def test_the_limits_of_the_pair_fit_those_around_them(options, found):
+    assert [(item["severity"], item["id"], item["variable"]) for item in plan(**options)["findings"]] == found
+
+
+@pytest.mark.parametrize("name, value, finding", [
+    ("CUDA_VISIBLE_DEVICES", "0,1", "environment.gpus"), ("NCCL_P2P_DISABLE", "1", "environment.p2p"),
+    ("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "60", "environment.timeouts"),
+])
+def test_what_the_plan_drives_is_not_given_by_hand(name, value, finding):
+    for result, variable in ((plan(environment={name: value}), "sglang_dsv4_environment"),
+                             (plan({"instances.decode.environment": {name: value}}), "dsv4_topology.instances.decode.environment")):
+        assert errors(result) == {(finding, variable)}
+
+
 def test_start_limit_can_trigger():
     result = plan()
     timing = result["timing"]
