@@ -134,11 +134,36 @@ def core_findings(version: str, low: tuple[int, int] = (2, 18), high: tuple[int,
     return []
 
 
+PLACES = ("dsv4_prefill", "dsv4_decode", "dsv4_router")
+
+
 def placement_findings(groups: dict[str, list[str]]) -> list[dict[str, str]]:
-    """Every kind of instance has a host."""
-    return [
-        finding("no_host", "error", f"group {name} has no host", f"put a host into {name}") for name, hosts in groups.items() if not hosts
+    """A host serves a whole pair: it is in all three groups. Several hosts serve a pair each."""
+    findings = [
+        finding("no_host", "error", f"group {name} has no host", f"put a host into {name}") for name in PLACES if name in groups and not groups[name]
     ]
+    hosts = sorted({host for name in ("dsv4", *PLACES) for host in groups.get(name) or []})
+    for host in hosts:
+        missing = [name for name in PLACES if groups.get(name) and host not in groups[name]]
+        if missing:
+            findings.append(
+                finding(
+                    "split_pair",
+                    "error",
+                    f"{host} is not in {' and '.join(missing)}: a pair whose parts run on several hosts is not supported",
+                    "put it into all three groups, or take it out of dsv4: halves and router reach each other through the loopback interface",
+                )
+            )
+    if len(hosts) > 1 and not findings:
+        findings.append(
+            finding(
+                "several_hosts",
+                "info",
+                f"{len(hosts)} hosts: each serves a pair of its own, one host after the other",
+                "the first that fails ends the run, the rest are left as they are",
+            )
+        )
+    return findings
 
 
 def inventory(given: dict[str, t.Any]) -> list[dict[str, str]]:
@@ -146,7 +171,7 @@ def inventory(given: dict[str, t.Any]) -> list[dict[str, str]]:
     plan = [{key: item[key] for key in ("id", "severity", "what", "hint")} for item in given.get("plan_findings") or []]
     return (
         core_findings(given.get("core_version", ""))
-        + placement_findings(given.get("groups") or {})
+        + (placement_findings(given["groups"]) if given.get("groups") else [])
         + plan
         + driver_findings(given.get("driver") or {})
         + boolean_findings(given.get("booleans") or {})

@@ -22,7 +22,7 @@ options:
     elements: dict
     default: []
   groups:
-    description: Hosts by group; each group needs one.
+    description: Hosts of C(dsv4), C(dsv4_prefill), C(dsv4_decode) and C(dsv4_router). Each host belongs into all of them.
     type: dict
     default: {}
   driver:

@@ -76,6 +76,22 @@ def test_an_inventory_says_everything_at_once():
     assert all(len(line) <= 150 for line in lines)
 
 
+@pytest.mark.parametrize(
+    "groups, found",
+    [
+        ({"dsv4_prefill": ["a"], "dsv4_decode": ["a"], "dsv4_router": ["a"]}, []),
+        ({"dsv4_prefill": ["a"], "dsv4_decode": [], "dsv4_router": ["a"]}, [("error", "no_host")]),
+        ({"dsv4_prefill": ["a"], "dsv4_decode": ["b"], "dsv4_router": ["a"]}, [("error", "split_pair"), ("error", "split_pair")]),
+        ({"dsv4_prefill": ["a", "b"], "dsv4_decode": ["a", "b"], "dsv4_router": ["a"]}, [("error", "split_pair")]),
+        # A host that is in dsv4 itself gets every play, wherever else it is.
+        ({"dsv4": ["a", "b"], "dsv4_prefill": ["a"], "dsv4_decode": ["a"], "dsv4_router": ["a"]}, [("error", "split_pair")]),
+        ({"dsv4_prefill": ["a", "b"], "dsv4_decode": ["b", "a"], "dsv4_router": ["a", "b"]}, [("info", "several_hosts")]),
+    ],
+)
+def test_a_host_serves_a_whole_pair_or_nothing(groups, found):
+    assert [(item["severity"], item["id"]) for item in preflight.placement_findings(groups)] == found
+
+
 # -- host -----------------------------------------------------------------------------------------------------------
 
 ACS = """00:03.1 PCI bridge: Advanced Micro Devices, Inc. [AMD] Starship/Matisse GPP Bridge
