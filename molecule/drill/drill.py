@@ -6,7 +6,7 @@
 The host is the rehearsal host, served by site.yml. Each fault is followed by the same look: all units active (or the
 state that the fault should leave), the router ready, three probes through it, the release and its files as they were.
 
-    python3 drill.py                      all faults; writes RESULTS.md beside this file
+    python3 drill.py                      all faults in one go; writes RESULTS.md beside this file, anew after each row
     python3 drill.py --only kill          faults whose name holds a word; their rows are put into RESULTS.md
     python3 drill.py --since rollback     from the first such fault on; likewise
     python3 drill.py --short              the five that molecule's default scenario runs; writes nothing
@@ -529,8 +529,8 @@ def line_of(row):
         row["lost"] or "**not looked at**", row["note"].replace("|", "\\|"))
 
 
-def table(names, rows, before):
-    """RESULTS.md: the rows of this run, and of the run before for faults that this one left out."""
+def table(names, rows, before, ended=""):
+    """RESULTS.md: the rows of this run, and of the run before for faults that this one left out. Ended: how a run of all went."""
     # A blank and a bar end a cell; a bar inside of one is written with a backslash.
     lines = {line.split(" |")[0][2:].replace("\\|", "|"): line for line in before.splitlines() if line.startswith("| ")}
     lines.update({row["fault"]: line_of(row) for row in rows})
@@ -543,7 +543,7 @@ def table(names, rows, before):
         "before it. Seconds run from the fault until the pair serves and all three probes pass through the router; rows with a",
         "playbook include its runs.", "",
         "| fault | probes that pass afterwards | seconds | lost | what was seen |", "|---|---|---:|---|---|"] + shown + [
-        "", "%d of %d rows are green." % (green, len(shown)), ""])
+        "", " ".join(filter(None, ["%d of %d rows are green." % (green, len(names)), ended])), ""])
 
 
 def main(argv=None):
@@ -565,7 +565,8 @@ def main(argv=None):
     served(host, 300, time.monotonic())
     drill = Drill(host)
     results = Path(given.results)
-    before = results.read_text(encoding="utf-8") if results.exists() else ""
+    whole = not (given.only or given.since or given.short)
+    before = results.read_text(encoding="utf-8") if results.exists() and not whole else ""
     names = [name for name, *unused in drill.faults()]
     started = not given.since
     for name, fault, limit, short in drill.faults():
@@ -575,6 +576,9 @@ def main(argv=None):
             if not given.short:
                 results.write_text(table(names, drill.rows, before), encoding="utf-8")
     seconds = int(time.monotonic() - began)
+    if whole:
+        results.write_text(table(names, drill.rows, "", "One run, without a stop between them, in %d minutes; load average %.1f at its end." % (
+            seconds // 60, os.getloadavg()[2])), encoding="utf-8")
     bad = [row for row in drill.rows if not row["ok"]]
     print("drill: %d min %02d s" % (seconds // 60, seconds % 60))
     print("%d passed, %d failed" % (len(drill.rows) - len(bad), len(bad)))

@@ -42,6 +42,17 @@ def test_there_are_enough_faults_and_five_for_the_default_scenario():
     assert sum(short for *unused, short in faults) == 5
 
 
+def test_a_run_of_all_faults_keeps_no_row_of_another_run():
+    module = drill()
+    row = {"fault": "a | b", "probes": "arithmetic", "seconds": 3.2, "lost": "nothing", "note": ""}
+    before = module.table(["a | b", "c"], [row, dict(row, fault="c")], "")
+    assert "2 of 2 rows are green." in before
+    mixed = module.table(["a | b", "c"], [dict(row, seconds=9.0)], before)
+    assert "| a \\| b | arithmetic | 9 |" in mixed and "| c | arithmetic | 3 |" in mixed and "2 of 2" in mixed
+    whole = module.table(["a | b", "c"], [dict(row, seconds=None, probes="")], "", "One run.")
+    assert "| c |" not in whole and "0 of 2 rows are green. One run." in whole
+
+
 def test_the_table_is_of_these_faults_and_green():
     results = ROOT / "molecule/drill/RESULTS.md"
     if not results.exists():
