@@ -120,7 +120,7 @@ def probe(
 ) -> dict[str, t.Any]:
     """Try each pair of bus ids in a child process. ``ran`` is False, with the reason, where CUDA cannot be used at all.
 
-    A pair that is not done when the limit passes is ``timeout``; the pairs behind it are ``not_tried``.
+    A pair that takes longer than the limit is ``timeout``; the pairs behind it are ``not_tried``.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -161,6 +161,7 @@ def probe(
             if not part:
                 break
             text += part
+            end = time.monotonic() + limit
     finally:
         os.close(reading)
         if late:

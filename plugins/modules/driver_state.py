@@ -101,7 +101,10 @@ state:
         state: {description: "V(added), V(built) or V(installed).", type: str, sample: installed}
     dkms_reason: {description: Why DKMS could not be asked., type: str, sample: dkms is not installed}
     packages: {description: Versions of the installed packages of O(family)., type: dict, sample: {"nvidia-utils-580": "580.126.09-0ubuntu1"}}
-    package_states: {description: "Their states, V(installed), V(unpacked), V(half_configured) and so on.", type: dict, sample: {"nvidia-utils-580": "installed"}}
+    package_states:
+      description: Their states, V(installed), V(unpacked), V(half_configured) and so on.
+      type: dict
+      sample: {"nvidia-utils-580": "installed"}
     held: {description: Packages of O(hold) that are held., type: list, elements: str, sample: [nvidia-utils-580]}
     not_held: {description: Packages of O(hold) that are not., type: list, elements: str, sample: []}
     secure_boot: {description: "V(on), V(off), V(unsupported) or V(unknown).", type: str, sample: "off"}

@@ -23,7 +23,7 @@ options:
     type: bool
     default: true
   p2p_timeout:
-    description: Seconds for that test.
+    description: Seconds that one copy may take.
     type: float
     default: 120
   known:
@@ -73,7 +73,7 @@ findings:
     id: {description: Name of the finding., type: str, sample: p2p_wrong_data}
     severity: {description: "V(error), V(warning) or V(info).", type: str, sample: error}
     what: {description: What is wrong., type: str, sample: "copies report success and the data is wrong: 0000:03:00.0 > 0000:04:00.0"}
-    hint: {description: How to mend it., type: str, sample: iommu=pt or off, ACS off}
+    hint: {description: How to mend it., type: str, sample: "iommu=pt or off, ACS off"}
 ignored:
   description: Findings that O(ignore) names.
   returned: always

@@ -66,12 +66,12 @@ def _build(work: Path, secret: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="rehearsal-deb-") as scratch, _Gpg() as gpg:
         gpg("--import", str(secret))
         write(work / KEY_NAME, gpg("--armor", "--export"))
-        for driver in table["driver_versions"]:
+        for driver in sorted({driver for packages in table["sets"].values() for driver in packages["driver_versions"]}):
             run([str(NVML / "build.sh"), f"{scratch}/{driver}", driver])
         for name, packages in table["sets"].items():
             folder = work / name / "x86_64"
             folder.mkdir(parents=True)
-            for driver in table["driver_versions"]:
+            for driver in packages["driver_versions"]:
                 words = {**common, "driver": driver, "v": f"{driver}-{packages['revision']}"}
                 for package in packages["packages"]:
                     _package({"version": "{v}", **package}, words, Path(scratch) / driver, folder)

@@ -419,6 +419,15 @@ def test_a_copy_that_never_ends_costs_the_limit_and_is_named():
     assert f"{B} > {A}" in only(preflight.p2p_findings(result), "p2p_timeout")["what"]
 
 
+def test_many_short_copies_are_no_long_one():
+    def copy(cuda, source, target):
+        time.sleep(0.3)
+        return answer("ok")(cuda, source, target)
+
+    result = p2p_probe.probe([(A, B), (B, A), (A, C), (C, A)], 1.0, make=lambda: None, copy=copy)
+    assert [row["status"] for row in result["pairs"]] == ["ok"] * 4
+
+
 def test_where_cuda_is_not_there_it_says_so():
     def refuse():
         raise p2p_probe.CudaError("libcuda.so.1 cannot be loaded")
