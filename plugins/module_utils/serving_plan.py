@@ -51,8 +51,6 @@ DATACENTER_ONLY = {
     ("--enable-deepseek-v4-fp4-indexer", None): "FP4 indexer cache",
 }
 
-# Runners that hand packed fp4 experts to an fp8 kernel: no error, wrong answers.
-MOE_RUNNERS_SAFE = ("auto", "flashinfer_mxfp4", "marlin")
 MOE_RUNNER_FLAGS = ("--moe-runner-backend", "--speculative-moe-runner-backend")
 
 # The plan writes these; a second value in extra_args would make two sources of one fact.
@@ -153,6 +151,7 @@ DEFAULTS = {
     "ephemeral_ports": [32768, 60999],
     "compute_capability": "12.0",
     "flag_table": {},
+    "moe_methods": {},
     "environment": {},
 }
 
@@ -439,6 +438,7 @@ def _check_worker(name, instance, topology, options, findings):
     _check_numa(name, instance, gpus, findings)
     _check_kernels(name, instance, findings)
     _check_extra(name, instance, gpus, options, findings)
+    _check_moe(name, instance, topology, options, findings)
     if instance["mode"] in ("prefill", "decode") and not _loopback(str(instance.get("host", ""))):
         findings.add("ports.exposed", _where(name, "host"),
                      "%s listens on %s, without a key of its own" % (name, instance.get("host")),
@@ -496,10 +496,6 @@ def _check_extra(name, instance, gpus, options, findings):
                          % (flag, " ".join(values), _words(gpus)),
                          "Set %s." % OWNED_FLAGS[whole].replace(
                              "{instance}", "dsv4_topology.instances.%s" % name))
-        elif whole in MOE_RUNNER_FLAGS and value not in MOE_RUNNERS_SAFE and (whole, value) not in DATACENTER_ONLY:
-            findings.add("extra.moe_runner", variable,
-                         "%s %s hands packed fp4 experts to an fp8 kernel: wrong answers without an error"
-                         % (whole, value), "Use one of %s." % ", ".join(MOE_RUNNERS_SAFE))
         for wanted in ((whole, value), (whole, None), ("--moe-runner-backend", value)):
             if whole in MOE_RUNNER_FLAGS + ("--dsv4-attn-backend", "--enable-deepseek-v4-fp4-indexer") \
                     and wanted in DATACENTER_ONLY and capability.partition(".")[0] != "10":
@@ -535,6 +531,84 @@ def _check_environment(variable, environment, binding, findings):
                         "P2P disabled for NCCL but custom all-reduce still on"
                         if key == "NCCL_P2P_DISABLE" else "NCCL and custom all-reduce do not follow it"),
                      "Set sglang_dsv4_p2p, which drives NCCL, custom and PCIe-IPC all-reduce together.")
+
+
+def moe_rows(topology, options):
+    """What is known of the MoE methods for this checkpoint and its draft: rows of files/moe_methods.json by their settings."""
+    checkpoints = options["moe_methods"].get("checkpoints") or {}
+    kind = options["model_facts"].get("experts") or "fp4"
+    speculation = topology.get("speculation", "none")
+    rows = checkpoints.get("%s-%s" % (kind, speculation)) or checkpoints.get("%s-mtp" % kind) or []
+    return {tuple(sorted(_moe_words(row["settings"]))): row for row in rows}
+
+
+def _moe_words(words):
+    """Settings of a row or a command line, a flag and its value as one: ["A=1", "--flag value"]."""
+    pairs = [" ".join([flag] + values) for flag, values in flag_pairs(words)]
+    return [word for word in words if "=" in word and not word.startswith("--")] + pairs
+
+
+def moe_settings(instance, options, rows):
+    """The settings of an instance that take part in the choice of the MoE method, each with the key of the instance that holds it."""
+    names = {setting.split("=")[0].split()[0] for settings in rows for setting in settings}
+    found = {}
+    for flag, values in flag_pairs(instance.get("extra_args") or []):
+        whole = full_flag(flag, options["flag_table"])
+        if whole in names:
+            found[" ".join([whole] + values)] = "extra_args"
+    for source in (options["environment"], instance.get("environment") or {}):
+        found.update({"%s=%s" % item: "environment" for item in source.items() if item[0] in names})
+    return found
+
+
+def moe_fault(settings, rows, speculation):
+    """Why these settings must not serve, None when the table says that they do.
+
+    A runner for the target and one for the draft choose apart from each other; anything else has to be in the table as it is.
+    """
+    def fault(row):
+        if row is None:
+            return "nobody has tried it"
+        if "refused" in row:
+            return "the engine refuses it: %s" % row["refused"]
+        ends = [(layer, row["stock"][layer]["outcome"]) for layer in (("target",) if speculation == "none" else ("target", "draft"))]
+        return "; ".join("the %s's experts: %s" % end for end in ends if end[1] != "right") or None
+
+    together = rows.get(tuple(sorted(settings)))
+    if together is None and all(setting.split()[0] in MOE_RUNNER_FLAGS for setting in settings):
+        return "; ".join(filter(None, (fault(rows.get((setting,))) for setting in sorted(settings)))) or None
+    return fault(together)
+
+
+def _check_moe(name, instance, topology, options, findings):
+    if topology.get("speculation", "none") != "none" and options["kernel_path"] and "nextn_moe" not in (instance.get("kernels") or []):
+        findings.warn("kernels.draft", _where(name, "kernels"), "nobody watches the numbers of the draft", "Add nextn_moe.")
+    rows = moe_rows(topology, options)
+    settings = moe_settings(instance, options, rows)
+    if not settings or any(tuple(setting.split()) in DATACENTER_ONLY for setting in settings):
+        return
+    speculation = topology.get("speculation", "none")
+    fault = moe_fault(settings, rows, speculation)
+    if fault:
+        flags = {setting.split("=")[0].split()[0] for setting in settings}
+        good = [key[0] for key in rows if len(key) == 1 and key[0].split("=")[0].split()[0] in flags and not moe_fault(key, rows, speculation)]
+        findings.add("extra.moe_runner", _where(name, next(iter(settings.values()))),
+                     "%s: %s" % (" and ".join(sorted(settings)), fault),
+                     "Leave it out%s; files/moe_methods.json says what each setting ends in."
+                     % (", or use one of: %s" % ", ".join(good) if good else ""))
+
+
+def _expected_moe(instance, topology, options):
+    """The runners that the engine must report, for verification."""
+    rows = moe_rows(topology, options)
+    settings = moe_settings(instance, options, rows)
+    known = [rows[key] for key in [tuple(sorted(settings))] + [(setting,) for setting in sorted(settings)] if key in rows]
+    if not known or "runner" not in known[0]:
+        return {}
+    expected = {"moe_runner_backend": known[0]["runner"]}
+    if topology.get("speculation", "none") != "none":
+        expected["speculative_moe_runner_backend"] = known[-1]["draft_runner"]
+    return expected
 
 
 def _check_between(topology, findings):
@@ -979,6 +1053,7 @@ def _worker(name, instance, topology, options, engine, model_path):
         "rows_per_request": rows_per_request(topology),
         "listeners": _listeners(name, instance, topology),
         "expect": {
+            **_expected_moe(instance, topology, options),
             "served_model_name": topology["served_model_name"],
             "context_length": _integer(topology["context_length"]),
             "tp_size": len(instance["gpus"]),

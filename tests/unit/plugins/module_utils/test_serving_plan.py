@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -203,8 +204,6 @@ def test_named_switches():
     ({"transfer_backend": "fake"}, {}, ("transfer.backend", "dsv4_topology.transfer_backend")),
     ({"instances.decode.extra_args": ["--speculative-draft-model-path", "/d"]}, {},
      ("halves.speculation", "dsv4_topology.instances.decode.extra_args")),
-    ({"instances.decode.extra_args": ["--moe-runner-backend", "triton"]}, {},
-     ("extra.moe_runner", "dsv4_topology.instances.decode.extra_args")),
     ({"instances.decode.extra_args": ["--api-key", "x"]}, {},
      ("extra.secret", "dsv4_topology.instances.decode.extra_args")),
     ({"instances.decode.environment": {"SGLANG_OPT_SM120_DIRECT_SWA_KV": "1"}}, {},
@@ -375,3 +374,64 @@ def test_workers_find_the_programs_of_their_own_environment():
         made = plan(cuda_home=home)["instances"]
         for name in ("prefill", "decode", "single"):
             assert made[name]["environment"]["PATH"].startswith(start)
+
+
+# --- the experts' MoE method: what files/moe_methods.json marks as right, and nothing else
+
+METHODS = json.loads((ROOT / "files/moe_methods.json").read_text(encoding="utf-8"))
+
+
+def moe_findings(extra=(), environment=None, speculation="mtp", experts="fp4"):
+    result = plan({"speculation": speculation, **{"instances.%s.extra_args" % name: list(extra) for name in ("prefill", "decode")},
+                   "instances.decode.environment": environment or {}}, moe_methods=METHODS, model_facts={"experts": experts})
+    return result, [finding for finding in result["findings"] if finding["id"] == "extra.moe_runner"]
+
+
+@pytest.mark.parametrize(("checkpoint", "row"), [
+    pytest.param(name, row, id="%s %s" % (name, " ".join(row["settings"]) or "none"))
+    for name, rows in METHODS["checkpoints"].items() for row in rows if tuple(row["settings"]) not in sp.DATACENTER_ONLY])
+def test_a_setting_passes_when_the_table_marks_it(checkpoint, row):
+    experts, speculation = checkpoint.split("-")
+    flags = [word for word in row["settings"] if "=" not in word]
+    environment = dict(word.split("=") for word in row["settings"] if "=" in word)
+    result, found = moe_findings(flags, environment, speculation, experts)
+    assert (not found) == row["good"], row
+    if row["good"] and not environment:
+        assert result["instances"]["decode"]["expect"]["moe_runner_backend"] == row["runner"]
+        assert result["instances"]["decode"]["expect"]["speculative_moe_runner_backend"] == row["draft_runner"]
+
+
+def test_a_refused_runner_names_the_variable_the_end_and_what_works():
+    _result, found = moe_findings(["--speculative-moe-runner-backend", "auto"])
+    assert {finding["variable"] for finding in found} == {"dsv4_topology.instances.%s.extra_args" % name for name in ("prefill", "decode")}
+    assert "the draft's experts: first forward: AssertionError: Hidden size mismatch" in found[0]["what"]
+    assert "--speculative-moe-runner-backend marlin" in found[0]["hint"]
+    assert "--speculative-moe-runner-backend triton" not in found[0]["hint"]
+
+
+def test_without_speculation_the_draft_s_end_does_not_matter():
+    assert moe_findings(["--speculative-moe-runner-backend", "auto"], speculation="none")[1] == []
+    assert moe_findings(["--moe-runner-backend", "triton"], speculation="none")[1] != []
+
+
+def test_target_and_draft_choose_apart():
+    result, found = moe_findings(["--moe-runner-backend", "marlin", "--speculative-moe-runner-backend", "flashinfer_mxfp4"])
+    assert not found
+    expect = result["instances"]["decode"]["expect"]
+    assert (expect["moe_runner_backend"], expect["speculative_moe_runner_backend"]) == ("marlin", "flashinfer_mxfp4")
+    assert moe_findings(["--moe-runner-backend", "marlin", "--speculative-moe-runner-backend", "triton"])[1]
+
+
+def test_what_was_never_tried_together_is_refused():
+    _result, found = moe_findings(["--moe-runner-backend", "marlin"], {"SGLANG_DSV4_FP4_DEQUANT": "1"})
+    assert "nobody has tried it" in found[0]["what"]
+    _result, found = moe_findings([], {"SGLANG_DSV4_FP4_EXPERTS": "0"})
+    assert found[0]["variable"] == "dsv4_topology.instances.decode.environment" and "load: " in found[0]["what"]
+
+
+def test_a_draft_that_nobody_watches_is_a_warning():
+    found = plan({"speculation": "mtp", "instances.decode.kernels": ["topk"]}, kernel_path="/k")["findings"]
+    assert ("kernels.draft", "dsv4_topology.instances.decode.kernels") in {(f["id"], f["variable"]) for f in found if f["severity"] == "warning"}
+    found = plan({"speculation": "mtp", "instances.decode.kernels": ["nextn_moe"], "instances.prefill.kernels": ["nextn_moe"],
+                  "instances.single.kernels": ["nextn_moe"]}, kernel_path="/k")["findings"]
+    assert not [f for f in found if f["id"] == "kernels.draft"]
