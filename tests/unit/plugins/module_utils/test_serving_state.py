@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from ansible_collections.blackwell.dsv4.plugins.action import serving_wait as action
@@ -201,3 +203,19 @@ def test_the_return_point_keeps_the_first_state_and_restores_it(tmp_path, monkey
     assert return_point.releases.linked(str(root), "current") == "a" * 12
     assert not (root / "previous").is_symlink()
     assert return_point.restore(given, point, False) == []
+
+
+def test_all_units_are_asked_at_the_same_time(monkeypatch):
+    asked, active = threading.Barrier(2, timeout=5), unit(restarts=0)
+
+    def status(url, unused):
+        # Breaks when nobody else asks meanwhile.
+        asked.wait()
+        return 200 if url == "http://a" else 503
+
+    monkeypatch.setattr(serving_wait.logic, "units", lambda names: {name: active for name in names})
+    monkeypatch.setattr(serving_wait.logic, "http_status", status)
+    monkeypatch.setattr(serving_wait.logic, "journal", lambda *unused: [])
+    answer = serving_wait.look([{"unit": name, "health_url": "http://" + name} for name in "ab"], {}, "")
+    assert {name: (state["verdict"], state["health"]) for name, state in answer["states"].items()} == {
+        "a": ("ready", 200), "b": ("waiting", 503)}
