@@ -27,8 +27,12 @@ PROPERTIES = ("LoadState", "ActiveState", "SubState", "UnitFileState", "Result",
 #: Counters of an engine that its requests move and its health checks do not.
 COUNTERS = ("num_requests_total", "prompt_tokens_total", "generation_tokens_total")
 
-#: Runners that feed packed fp4 experts to an fp8 kernel without an error.
-MOE_MISROUTES = ("triton", "cutlass", "flashinfer_cutlass")
+#: Verification steps of finished requests: each checks a chain of drafted tokens and yields one token more than it accepts.
+VERIFY_STEPS = "spec_verify_calls_total"
+#: Drafted tokens that judge a draft of which none was accepted.
+DRAFTED_TO_JUDGE = 1000
+#: What the guard of the operation nextn_moe logs.
+DRAFT_NAN = re.compile(r"dsv4_sm120: nextn_moe: (?:NaN in|the draft computes NaN).*")
 
 #: Memory of an idle GPU: the driver's own share, no context.
 IDLE_MIB = 1024
@@ -169,7 +173,7 @@ def parse_counters(text):
     found = {}
     for line in text.splitlines():
         match = re.match(r"sglang[:_](\w+?)(?:\{.*\})?\s+([0-9.eE+-]+|NaN)\s*$", line)
-        if match and match.group(1) in COUNTERS:
+        if match and match.group(1) in COUNTERS + (VERIFY_STEPS,):
             found[match.group(1)] = found.get(match.group(1), 0.0) + float(match.group(2))
     return found
 
@@ -219,6 +223,8 @@ class Topology:
             self._timed(self._check_workers)
         for name in self.engines:
             self._timed(self._check_counters, name, before.get("counters") or {}, int(requests or 0))
+            if self._drafts(name):
+                self._timed(self._check_speculation, name, (before.get("counters") or {}).get(name) or {})
             self._timed(self._check_server, name)
             self._timed(self._check_kv, name)
             self._timed(self._check_kernels, name)
@@ -239,7 +245,8 @@ class Topology:
         if self.mode == "pd":
             found.append("router.workers")
         for name in self.engines:
-            found += ["%s.%s" % (what, name) for what in ("counters", "server", "kv", "kernels", "gpus", "gpu_memory", "numa")]
+            found += ["%s.%s" % (what, name) for what in ("counters", "speculation", "server", "kv", "kernels", "gpus", "gpu_memory", "numa")
+                      if what != "speculation" or self._drafts(name)]
         return found + ["gpus.idle", "listeners", "xid", "stable"]
 
     def skipped(self, reason, evidence):
@@ -506,6 +513,52 @@ class Topology:
         else:
             self._pass(identity, seen)
 
+    def _drafts(self, name):
+        """Whether an engine verifies drafts: prefill only fills the draft's cache."""
+        instance = self.instances[name]
+        return bool((instance.get("expect") or {}).get("speculative_algorithm")) and instance["mode"] != "prefill"
+
+    def _check_speculation(self, name, old):
+        """A draft of which nothing is ever accepted makes no wrong answer; only the engine's counters show it."""
+        identity, unit = "speculation.%s" % name, self.unit(name)
+        if self._still_loading(identity, name):
+            return
+        hint = ("serve without it: dsv4_topology.speculation: none; or look for the cause: journalctl -u %s -g nextn_moe, and "
+                "--speculative-moe-runner-backend of the unit in files/moe_methods.json" % unit)
+        nan = [line for line in self.host.start_log(unit, self._state(name)) or [] if DRAFT_NAN.search(line)]
+        if nan:
+            self._fail(identity, "draft_nan", DRAFT_NAN.search(nan[-1]).group(0), hint)
+            return
+        new = self.counters(name)
+        if "error" in new or "generation_tokens_total" not in new:
+            self._unreadable(identity, name, "counters_unreadable", "/metrics: %s" % new.get("error", "no counter of SGLang in it"),
+                             "--enable-metrics on %s" % unit)
+            return
+        info, reason = self._info(name)
+        chain = ((info or {}).get("speculative_num_draft_tokens") or 0) - 1
+        if chain < 1:
+            self._unreadable(identity, name, "server_info_unreadable", "/server_info: %s" % (reason or "no speculative_num_draft_tokens"), hint)
+            return
+        spans = [("since the start", new)]
+        if old and "error" not in old:
+            spans.insert(0, ("since the probes began", dict((key, new[key] - old.get(key, 0.0)) for key in new)))
+        for span, moved in spans:
+            # One token of a request comes from prefill, one from each step, the others from the draft.
+            steps = int(moved.get(VERIFY_STEPS, 0))
+            accepted = int(moved["generation_tokens_total"] - steps - moved.get("num_requests_total", 0))
+            seen = "%d of %d drafted tokens accepted %s" % (max(accepted, 0), steps * chain, span)
+            if steps * chain >= DRAFTED_TO_JUDGE:
+                break
+        if accepted > 0 and steps:
+            self._pass(identity, seen)
+        elif steps * chain >= DRAFTED_TO_JUDGE:
+            self._fail(identity, "nothing_accepted", seen, hint)
+        elif not steps and new["generation_tokens_total"] >= DRAFTED_TO_JUDGE:
+            self._fail(identity, "nothing_drafted", "%d tokens generated without a step that verifies drafts" % new["generation_tokens_total"],
+                       "--speculative-algorithm on %s; systemctl cat %s" % (unit, unit))
+        else:
+            self._add(identity, V.SKIPPED, "too_few_drafts", "%s; %d are judged" % (seen, DRAFTED_TO_JUDGE))
+
     def _check_server(self, name):
         """What the engine says of itself against the plan."""
         identity, unit = "server.%s" % name, self.unit(name)
@@ -524,8 +577,6 @@ class Topology:
                 absent.append(key)
             elif not _equal(expect[key], info[key]):
                 wrong.append("%s: want %s, is %s" % (key, _show(expect[key]), _show(info[key])))
-        if str(info.get("moe_runner_backend")) in MOE_MISROUTES:
-            wrong.append("moe_runner_backend %s feeds fp4 experts to an fp8 kernel" % info["moe_runner_backend"])
         if wrong:
             flags = ", ".join("--" + text.split(":")[0].split(" ")[0].replace("_", "-") for text in wrong)
             self._fail(identity, "server_differs", "; ".join(wrong), "%s on %s; look at systemctl cat %s" % (flags, unit, unit))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import pathlib
+import re
 import sys
 
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from topology_host import PLAN, FakeHost  # noqa: E402
+from topology_host import PLAN, FakeHost, the_plan  # noqa: E402
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import topology  # noqa: E402
 
@@ -88,7 +89,8 @@ SPOILED = {
     "parser not wired": (lambda h: h.infos["decode"].update(reasoning_parser=None), "server.decode", "server_differs",
                          "reasoning_parser: want deepseek-v4, is none"),
     "speculation on": (lambda h: h.infos["decode"].update(speculative_algorithm="EAGLE"), "server.decode", "server_differs", "speculative_algorithm"),
-    "experts misrouted": (lambda h: h.infos["decode"].update(moe_runner_backend="cutlass"), "server.decode", "server_differs", "fp8 kernel"),
+    "experts misrouted": (lambda h: h.infos["decode"].update(moe_runner_backend="cutlass"), "server.decode", "server_differs",
+                          "moe_runner_backend: want flashinfer_mxfp4, is cutlass"),
     "no server info": (lambda h: h.infos.pop("prefill"), "server.prefill", "server_info_unreadable", "refused"),
     "small KV cache": (lambda h: h.infos["decode"].update(max_total_num_tokens=400000), "kv.decode", "kv_too_small", "400000"),
     "kernels not applied": (lambda h: h.logs.update(decode=["ready"]), "kernels.decode", "kernels_unproved", "says nothing"),
@@ -310,3 +312,83 @@ def test_addresses_of_proc_net():
     assert topology._ipv6("00000000000000000000000001000000") == "::1"
     assert topology._ipv6("0000000000000000FFFF00000100007F") == "127.0.0.1"
     assert topology._ipv6("0" * 32) == "::"
+
+
+# --- the draft
+
+
+def speculating(mode="mtp"):
+    """The plan with speculation."""
+    return the_plan(speculation=mode)
+
+
+def drafted(steps, generated, requests=10, log=()):
+    """A host whose decode half counts this much since its start."""
+    def spoil(host):
+        host.counters["decode"] = {"num_requests_total": float(requests), "prompt_tokens_total": 1.0, "generation_tokens_total": float(generated),
+                                   "spec_verify_calls_total": float(steps)}
+        host.logs["decode"] = list(host.logs["decode"]) + list(log)
+    return spoil
+
+
+def speculation(spoil):
+    plan = speculating()
+    host = FakeHost(plan, "pd")
+    spoil(host)
+    return next(c for c in topology.Topology(plan, "pd", host).check() if c["id"] == "speculation.decode")
+
+
+def test_only_engines_that_verify_drafts_are_asked():
+    assert [i for i in run(plan=speculating()) if i.startswith("speculation.")] == ["speculation.decode"]
+    assert [i for i in run(plan=speculating(), mode="single") if i.startswith("speculation.")] == ["speculation.single"]
+    assert not [i for i in run() if i.startswith("speculation.")]
+
+
+@pytest.mark.parametrize(("steps", "generated", "status", "reason", "words"), [
+    (334, 344, "fail", "nothing_accepted", "0 of 1002 drafted tokens accepted"),
+    (333, 343, "skipped", "too_few_drafts", "0 of 999"),
+    (334, 345, "pass", "ok", "1 of 1002"),
+    (10_000, 10_010, "fail", "nothing_accepted", "0 of 30000"),
+    (10_000, 25_000, "pass", "ok", "14990 of 30000"),
+    (0, 5_000, "fail", "nothing_drafted", "5000 tokens generated without"),
+    (0, 10, "skipped", "too_few_drafts", "0 of 0"),
+    (5, 20, "pass", "ok", "5 of 15"),
+])
+def test_acceptance_is_judged_by_the_counters(steps, generated, status, reason, words):
+    check = speculation(drafted(steps, generated))
+    assert (check["status"], check["reason"]) == (status, reason) and words in check["evidence"], check
+    if reason == "nothing_accepted":
+        assert "dsv4_topology.speculation: none" in check["hint"] and "files/moe_methods.json" in check["hint"]
+
+
+def test_a_draft_that_went_bad_is_judged_by_what_came_last():
+    plan = speculating()
+    host = FakeHost(plan, "pd")
+    drafted(100_000, 250_000)(host)
+    watch = topology.Topology(plan, "pd", host)
+    before = watch.snapshot()
+    drafted(100_400, 250_410, requests=20)(host)
+    check = next(c for c in watch.check(before, 10) if c["id"] == "speculation.decode")
+    assert (check["reason"], check["evidence"]) == ("nothing_accepted", "0 of 1200 drafted tokens accepted since the probes began")
+
+
+@pytest.mark.parametrize("line", [
+    "[TP0] dsv4_sm120: nextn_moe: NaN in 1 of 40 rows of the draft so far",
+    "[TP0] dsv4_sm120: nextn_moe: the draft computes NaN in 40 of its last 40 rows; ending",
+])
+def test_nan_in_the_draft_is_reported(line):
+    check = speculation(drafted(1000, 3000, log=[line]))
+    assert (check["status"], check["reason"]) == ("fail", "draft_nan") and check["evidence"] == line[6:]
+
+
+def test_the_guard_s_words_are_those_that_are_looked_for():
+    """Both sides of the line: what the kernel package logs, and what is read here."""
+    text = (pathlib.Path(__file__).resolve().parents[4] / "files/kernels/src/dsv4_sm120/nextn_moe/guard.py").read_text(encoding="utf-8")
+    said = re.findall(r'f"(NaN in \{bad\}|the draft computes NaN)', text) + re.findall(r'"(dsv4_sm120: nextn_moe: )%s', text)
+    assert len(said) == 3, said
+    assert all(topology.DRAFT_NAN.search("dsv4_sm120: nextn_moe: " + words) for words in said[:2])
+
+
+def test_without_counters_nothing_is_claimed():
+    assert speculation(lambda h: h.counters.pop("decode"))["reason"] == "counters_unreadable"
+    assert speculation(lambda h: h.infos["decode"].pop("speculative_num_draft_tokens"))["reason"] == "server_info_unreadable"

@@ -15,12 +15,13 @@ from ansible_collections.blackwell.dsv4.plugins.module_utils import chat_client,
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 
 
-def the_plan():
-    """The plan of inventory/blackwell8 with GPU facts, as the playbook makes it."""
+def the_plan(**changes):
+    """The plan of inventory/blackwell8 with GPU facts, as the playbook makes it; other values of the topology replace its own."""
     source = yaml.safe_load((ROOT / "inventory/blackwell8/group_vars/all/topology.yml").read_text(encoding="utf-8"))["dsv4_topology"]
     gpus = [{"index": n, "uuid": "GPU-00000000-0000-4000-8000-%012d" % n, "bus_id": "0000:%02x:00.0" % n, "numa_node": n // 4,
              "compute_capability": "12.0", "memory_total_mib": 97887} for n in range(8)]
-    return serving_plan.serving_plan(source, engine="/opt/dsv4/engine", router="/opt/dsv4/router", model_path="/opt/dsv4/model", gpus=gpus,
+    methods = json.loads((ROOT / "files/moe_methods.json").read_text(encoding="utf-8"))
+    return serving_plan.serving_plan({**source, **changes}, moe_methods=methods, engine="/opt/dsv4/engine", router="/opt/dsv4/router", model_path="/opt/dsv4/model", gpus=gpus,
                                      kernel_path="/opt/dsv4/kernels")
 
 
@@ -82,7 +83,7 @@ class FakeHost(topology.Host):
                     node = max(0, instance["numa_node"])
                     self.pages[pid] = "7f0 bind:%d anon=900 dirty=900 N%d=900 kernelpagesize_kB=4\n7f1 bind:%d file=/lib mapped=3 N0=3\n" % (node, node, node)
                 self.infos[name] = dict(instance["expect"], max_total_num_tokens=2580000, version="0.5.23", attention_backend="dsv4",
-                                        moe_runner_backend="auto")
+                                        speculative_num_draft_tokens=4)
                 self.health[name] = 200
                 self.counters[name] = {"num_requests_total": 10.0, "prompt_tokens_total": 100.0, "generation_tokens_total": 50.0}
                 kernels = instance.get("kernels") or []
