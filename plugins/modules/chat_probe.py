@@ -318,7 +318,7 @@ import traceback
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import probes, verdict
+from ansible_collections.blackwell.dsv4.plugins.module_utils import endpoint_key, probes
 
 
 def argument_spec():
@@ -360,24 +360,6 @@ def argument_spec():
     }
 
 
-def the_key(module):
-    """The key, from the argument or the file, with masking only where masking does no harm."""
-    key = module.params["api_key"]
-    path = module.params["api_key_file"]
-    if path:
-        try:
-            with open(path, encoding="utf-8") as handle:
-                key = handle.read().strip()
-        except OSError as exc:
-            module.fail_json(msg="api_key_file cannot be read: %s" % exc)
-        if key:
-            module.no_log_values.add(key)
-    if key and (verdict.is_placeholder(key) or key in module.params["model"] or key in module.params["base_url"]):
-        module.no_log_values.discard(key)
-        module.warn("the API key is a placeholder or a common word: it protects nothing and is not masked in the result")
-    return key or None
-
-
 def journal_reader(module):
     """The last lines of a unit's journal, nothing when it cannot be read."""
     program = module.get_bin_path("journalctl")
@@ -399,7 +381,7 @@ def main():
     if module.check_mode:
         checks = probes.skipped_checks(probes.Options(**given), "check_mode", "no request is sent in check mode")
         module.exit_json(changed=False, checks=checks, summary=probes.summarize(checks, requests=0, seconds=0.0, overhead=0.0))
-    given["api_key"] = the_key(module)
+    given["api_key"] = endpoint_key.read(module, seen=(module.params["model"], module.params["base_url"]), warn=True)
     try:
         suite = probes.Suite(probes.Options(**given), journal=journal_reader(module))
     except ValueError as exc:

@@ -85,7 +85,7 @@ options:
     description: File on the target that holds the key of the endpoint.
     type: path
   engine_url:
-    description: Address of the worker that generates; it is asked for the version of the engine.
+    description: Address of the worker that generates; it is asked for the version of the engine, and whether it still answers after a timeout.
     type: str
   run:
     description: The run to make. The action plugin sets it.
@@ -184,7 +184,7 @@ import os
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import chat_client
+from ansible_collections.blackwell.dsv4.plugins.module_utils import chat_client, endpoint_key
 from ansible_collections.blackwell.dsv4.plugins.module_utils import serving_benchmark as logic
 
 
@@ -224,15 +224,7 @@ def main():
         supports_check_mode=True,
     )
     given = module.params
-    key = None
-    if given["api_key_file"]:
-        try:
-            with open(given["api_key_file"], encoding="utf-8") as stream:
-                key = stream.read().strip() or None
-        except OSError as error:
-            module.fail_json(msg="api_key_file cannot be read: %s" % error)
-        if key:
-            module.no_log_values.add(key)
+    key = endpoint_key.read(module, seen=(given["model"], given["base_url"]))
     run = given["run"]
     if not run:
         module.fail_json(msg="run is set by the action plugin of the same name")
@@ -240,6 +232,9 @@ def main():
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     outcome = logic.measure(os.path.join(given["client"], "bin", "python"), wanted, given["run_timeout"])
     version = engine_version(given["engine_url"], key) if given["engine_url"] else ""
+    if outcome["status"] == "timeout" and given["engine_url"] and not version:
+        # Whoever waits for a dead half waits for minutes; nothing more is worth that.
+        outcome.update(status="failed", reason="%s, and the engine no longer answers" % outcome["reason"])
     client = outcome.pop("client")
     module.exit_json(
         changed=False, runs=[dict(run, **outcome)], client=client, engine_version=version, load=round(load, 2), seed=run["seed"], seconds=0.0)

@@ -185,7 +185,7 @@ import traceback
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info, probes, topology, verdict
+from ansible_collections.blackwell.dsv4.plugins.module_utils import endpoint_key, gpu_info, probes, topology
 from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System
 
 
@@ -207,22 +207,6 @@ def argument_spec():
     }
 
 
-def the_key(module):
-    """The key, masked only where masking does no harm."""
-    key = module.params["api_key"]
-    if module.params["api_key_file"]:
-        try:
-            with open(module.params["api_key_file"], encoding="utf-8") as handle:
-                key = handle.read().strip()
-        except OSError as exc:
-            module.fail_json(msg="api_key_file cannot be read: %s" % exc)
-        if key:
-            module.no_log_values.add(key)
-    if key and verdict.is_placeholder(key):
-        module.no_log_values.discard(key)
-    return key or None
-
-
 def nvml(path):
     """pynvml from ``path``, or None."""
     if path:
@@ -242,7 +226,7 @@ def main():
         module.fail_json(msg="plan is no result of the filter serving_plan: it lacks %s" % (", ".join(missing) or "mode " + given["mode"]))
     system = System(timeout=given["timeout"])
     host = topology.Host(
-        system, api_key=None if module.check_mode else the_key(module), timeout=given["timeout"],
+        system, api_key=None if module.check_mode else endpoint_key.read(module), timeout=given["timeout"],
         gpu_facts=lambda: gpu_info.gather(system, nvml(given["nvml_path"]), ("nvml", "nvidia-smi"), peers=False, limit=given["timeout"]))
     try:
         watch = topology.Topology(given["plan"], given["mode"], host, given["settle_seconds"], given["min_kv_tokens"], given["warn_kv_tokens"],
