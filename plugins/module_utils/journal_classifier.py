@@ -55,6 +55,10 @@ RULES = (
      "The running process needs LimitMEMLOCK=infinity; a shell's ulimit says nothing about a unit."),
     ("oom_load_or_capture", PERMANENT, r"CUDA out of memory|OutOfMemoryError|cudaErrorMemoryAllocation",
      "a GPU's memory is full", ""),
+    ("draft_nan", PERMANENT, r"dsv4_sm120: nextn_moe: the draft computes NaN",
+     "the draft of the speculation computes NaN, so the guard ended the server",
+     "Answers were right and slow. Set dsv4_topology.speculation to none, or mend what the draft's experts run with: "
+     "files/moe_methods.json says which settings are right."),
     ("no_gpu", PASSING, r"no CUDA-capable device is detected|CUDA driver initialization failed|"
                         r"No CUDA GPUs are available|NVML: Driver Not Loaded|Found no NVIDIA driver|"
                         r"GPUs? .*not (?:there|visible|usable) (?:after|yet)",

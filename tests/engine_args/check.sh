@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # make check-engine-args: the real ServerArgs of SGLang over every command line of the inventories (and of units below the folders
-# that are given). Its virtual environment (2.5 GB) lies in the cache, named by its list of packages; SGL_PYTHON names another one.
+# that are given), and the table of MoE methods against the engine's own modules. Its virtual environment (2.5 GB) lies in the cache, named by its list of packages; SGL_PYTHON names another one.
 # usage: tests/engine_args/check.sh [FOLDER OF UNITS...]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -27,3 +27,4 @@ fi
 arguments=(--inventory inventory/blackwell8 --inventory inventory/rehearsal)
 for folder in "$@"; do arguments+=(--units "$folder"); done
 PYTHONWARNINGS=ignore nice -n 10 "$python" $here/check_engine_args.py "${arguments[@]}"
+PYTHONWARNINGS=ignore nice -n 10 "$python" $here/moe_methods.py --check files/moe_methods.json 2>/dev/null

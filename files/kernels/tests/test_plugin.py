@@ -262,11 +262,11 @@ def test_hooks_land_on_the_functions_that_the_backend_calls():
     for module in ("torch", "triton", "transformers", "orjson"):
         pytest.importorskip(module, reason=f"the engine's modules need {module}")
     done = subprocess.run(
-        [sys.executable, "-c", REAL, "topk", "indexer", "indexer_topk"],
+        [sys.executable, "-c", REAL, "topk", "indexer", "indexer_topk", "nextn_moe"],
         env={
             **os.environ,
             "PYTHONPATH": f"{ROOT / 'src'}:{plugin.engine_root()}",
-            "DSV4_SM120_KERNELS": "topk,indexer,indexer_topk",
+            "DSV4_SM120_KERNELS": "topk,indexer,indexer_topk,nextn_moe",
             "DSV4_SM120_STRICT": "1",
         },
         capture_output=True,

@@ -48,6 +48,11 @@ def check(answer, name, permanent, *words):
          "95.07 GiB of which 298.69 MiB is free. Including non-PyTorch memory, this process has 40.00 GiB memory in use."],
         {}, "oom_load_or_capture", True, ["another process holds 54.8 GiB of GPU 3"], id="KRN-10 orphan"),
     pytest.param(
+        ["[TP2] dsv4_sm120: nextn_moe: NaN in 3 of 3 rows of the draft so far",
+         "[TP2] dsv4_sm120: nextn_moe: the draft computes NaN in 48 of its last 48 rows; ending",
+         "SIGQUIT received. signum=3, frame=None. It usually means one child failed."],
+        {}, "draft_nan", True, ["dsv4_topology.speculation", "files/moe_methods.json"], id="draft of NaN"),
+    pytest.param(
         ["CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 94.97 GiB"],
         {"used_mib": [93817, 15, 15, 15]}, "load_not_spread", True, ["93.8 GiB / 15 MiB x3"], id="FAB-11"),
     pytest.param(
