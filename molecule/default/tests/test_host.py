@@ -119,3 +119,20 @@ def test_last_verification_went_through_both_halves():
 
 def test_controller_has_a_copy_of_the_findings(host):
     assert (REPORTS / "FINDINGS.md").read_text() == host.file("/var/lib/dsv4/FINDINGS.md").content_string
+
+
+def test_the_benchmark_is_kept_with_its_release_and_linked(host):
+    folder = host.check_output("ls -t -d /var/lib/dsv4/benchmarks/*-pd").splitlines()[0]
+    record = json.loads(host.file(f"{folder}/benchmark.json").content_string)
+    assert folder.endswith(f"/{record['release']}-pd") and record["rehearsal"] and record["engine_version"].endswith("+rehearsal")
+    assert record["cells"] and not any(cell["gaps"] for cell in record["cells"])
+    for cell in record["cells"]:
+        assert all(cell["figures"][name]["median"] > 0 for name in ("ttft_ms", "itl_ms", "output_tokens_per_s"))
+        # The engine counted what was sent: the prompt asked for, and a few tokens of the chat template.
+        assert 0 <= cell["figures"]["input_tokens"]["median"] - cell["input_tokens"] < 16 + cell["input_tokens"] / 10
+        assert cell["figures"]["output_tokens"]["median"] == cell["output_tokens"]
+    findings = host.file("/var/lib/dsv4/FINDINGS.md").content_string
+    for name in ("index.html", "benchmark.json", "ttft.svg", "itl.svg", "throughput.svg"):
+        place = f"{Path(folder).name}/{name}"
+        assert f"(benchmarks/{place})" in findings
+        assert (REPORTS / "benchmarks" / place).read_text() == host.file(f"/var/lib/dsv4/benchmarks/{place}").content_string
