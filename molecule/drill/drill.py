@@ -359,6 +359,47 @@ class Drill:
 
         return name, fault
 
+    def damaged_target(self):
+        """A rollback whose target is not whole is refused before anything is stopped."""
+        host = self.host
+        file = "/opt/dsv4/current/libexec/readiness.py"
+        pids = "systemctl show -P MainPID %s" % " ".join(TRIO)
+
+        def fault():
+            before = host.run(pids)
+            host.run("cp -a %s /root/drill.kept && echo '# damaged' >> %s" % (file, file))
+            try:
+                for words, sentence in ((), "readiness.py was changed"), (("-e", "rollback_to=0123456789ab"), "no such release"):
+                    output = " ".join(host.playbook("rollback.yml", *words, expect=1).split())
+                    if "Nothing was stopped" not in output or sentence not in output:
+                        raise Broken("rollback.yml does not say %r: %s" % (sentence, output[-400:]))
+            finally:
+                host.run("cp -a /root/drill.kept %s && rm /root/drill.kept" % file)
+            if host.run(pids) != before:
+                raise Broken("a process was touched")
+            return "rollback.yml names the damaged file, and a release that is not there; no process was touched"
+
+        return "the target of a rollback is damaged, or not there", fault
+
+    def inconclusive(self):
+        """Checks that say nothing against a release: the play ends non-zero, the release stays until a later run decides."""
+        host = self.host
+
+        def fault():
+            before = host.run("readlink /opt/dsv4/current")
+            output = host.playbook("site.yml", *self.deploy("inconclusive"), "-e", "verification_max_tokens=2", expect=1)
+            if "Going back to release" in output or host.run("readlink /opt/dsv4/current") == before:
+                raise Broken("the release did not stay: %s" % output[-400:])
+            if not json.loads(host.run("cat /var/lib/dsv4/return-point.json"))["open"]:
+                raise Broken("the return point was closed without a proof")
+            host.playbook("site.yml", *self.deploy("inconclusive"))
+            if json.loads(host.run("cat /var/lib/dsv4/return-point.json"))["open"]:
+                raise Broken("the return point is still open")
+            return "rc non-zero, nothing goes back; the next run proves the release and closes the return point"
+
+        fault.changes = True
+        return "the checks are cut short by their own limit", fault
+
     def disk_full(self):
         host = self.host
 
@@ -403,7 +444,8 @@ class Drill:
                 asking.result(timeout=30)
             load = host.run("for u in sglang-dsv4-prefill sglang-dsv4-decode; do journalctl -u $u -o cat --no-pager | "
                             "grep -o 'ready after [0-9]* s' | tail -n 1; done")
-            return "%.0f s without an answer; workers: %s" % (max(gaps), ", ".join(load.split("\n")[:2]))
+            seconds = max(int(word) for word in load.split() if word.isdigit())
+            return "%.0f s without an answer, %.0f s more than the slower worker's %d s to load" % (max(gaps), max(gaps) - seconds, seconds)
 
         fault.changes = True
         return "another release takes over, requests all along", fault
@@ -507,6 +549,8 @@ class Drill:
                 yield self.order(order, order) + (120, first == 2 and step == 1)
         yield self.order(names, names[::-1]) + (120, False)
         yield self.stranger() + (300, False)
+        yield self.damaged_target() + (300, False)
+        yield self.inconclusive() + (600, False)
         yield self.bad_release("decode is ready and answers garbage", {"garbage": True}, ["Going back to release"]) + (600, False)
         yield self.bad_release("decode never gets ready", {"never_ready": True}, ["Going back to release", "not ready"],
                                {"sglang_dsv4_start_timeout": 120, "sglang_dsv4_gpu_wait": 5}) + (900, False)
