@@ -323,3 +323,19 @@ def test_start_errors(engines, kind, line):
     engine = engines(settings={"faults": {"start_error": kind}}, wait=False)
     assert engine.popen.wait(20) == 1
     assert line in engine.log()
+
+
+def test_a_draft_of_which_nothing_is_accepted_shows_in_the_counters_alone(engines):
+    """What verification computes: tokens that came neither from prefill nor from a verifying step came from the draft."""
+    engine = engines("null", "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
+                     "--speculative-num-draft-tokens", "4")
+    answers, accepted = [], []
+    for faults in ({}, {"accepted": 0}, {"accepted": 3}):
+        engine.fault(**faults)
+        before = [engine.metric(name) if answers else 0.0 for name in ("generation_tokens_total", "spec_verify_calls_total", "num_requests_total")]
+        answers.append(engine.chat("Count from 1 to 50, separated by commas.").message["content"])
+        tokens, steps, requests = (engine.metric(name) - old for name, old in
+                                   zip(("generation_tokens_total", "spec_verify_calls_total", "num_requests_total"), before))
+        accepted.append((tokens - steps - requests) / steps)
+    assert len(set(answers)) == 1
+    assert accepted[1] == 0 and 0.9 < accepted[0] <= 1 and 2.7 < accepted[2] <= 3

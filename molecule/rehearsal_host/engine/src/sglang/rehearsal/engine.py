@@ -230,12 +230,15 @@ class Engine:
             yield Step([], finish)
             return
         burst = int(job.faults.get("burst", self.args["stream_interval"]))
+        step = 1 + int(job.faults.get("accepted", 1))
         clock, held = time.monotonic(), []
         for place, item in enumerate(ids):
             clock += pause
             await asyncio.sleep(max(0.0, clock - time.monotonic()))
             job.new = place + 1
             self.counters["generation_tokens_total"] += 1
+            if self.args["speculative_algorithm"] and place and (place - 1) % step == 0:  # the first token is prefill's
+                self.counters["spec_verify_calls_total"] += 1
             last = place + 1 == len(ids)
             # the end token is counted, but the detokenizer never sees it
             if not (last and finish["type"] == "stop" and finish.get("matched") == EOS and item == EOS):

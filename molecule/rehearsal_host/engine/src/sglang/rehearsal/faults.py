@@ -46,6 +46,7 @@ KNOWN = {
     "die_after": "chunks after which the connection is dropped",
     "exit_after_chunks": "chunks after which the process dies",
     "chunk_delay": "seconds between chunks",
+    "accepted": "drafted tokens accepted in each step, with speculation (1 without this)",
     "burst": "tokens in one chunk (as with --stream-interval, or accepted drafts)",
     # what the model says
     "text": "this raw text instead of an answer",

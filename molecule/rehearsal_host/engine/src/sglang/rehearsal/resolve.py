@@ -103,7 +103,7 @@ def _attention(args: dict) -> None:
 
 def _speculation(args: dict) -> None:
     algorithm = args["speculative_algorithm"]
-    if args["speculative_moe_runner_backend"] in (None, "auto"):
+    if args["speculative_moe_runner_backend"] is None:
         args["speculative_moe_runner_backend"] = args["moe_runner_backend"]
     if algorithm is None:
         return

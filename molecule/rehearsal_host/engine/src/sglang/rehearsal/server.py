@@ -196,6 +196,8 @@ class Server:
 
         emit("prompt_tokens_total", "counter", count["prompt_tokens_total"], "Number of prefill tokens processed.")
         emit("generation_tokens_total", "counter", count["generation_tokens_total"], "Number of generation tokens processed.")
+        if count["spec_verify_calls_total"]:  # as Prometheus has it: a counter with labels is there from its first step on
+            emit("spec_verify_calls_total", "counter", count["spec_verify_calls_total"], "Number of speculative decoding verification calls.")
         emit("cached_tokens_total", "counter", count["cached_tokens_total"], "Number of cached prompt tokens.")
         emit("num_requests_total", "counter", count["num_requests_total"], "Number of requests processed.")
         emit("num_aborted_requests_total", "counter", count["num_aborted_requests_total"], "Number of requests aborted.")
