@@ -282,3 +282,11 @@ def prunable(root, keep, protected):
               if re.match(r"^(engine|router)-[0-9a-f]{12}$", name)
               and os.path.realpath(os.path.join(venvs, name)) not in used]
     return gone, unused if gone else []
+
+
+def unneeded_keys(root, gone, paths):
+    """Files with keys that no release needs, once those that go are gone. A release that was made with a key does not start without it."""
+    left = [read_manifest(folder(root, name)) or {} for name in known(root) if name not in gone]
+    if any((manifest.get("inputs") or {}).get("api_key") for manifest in left):
+        return []
+    return [path for path in paths if os.path.lexists(path)]

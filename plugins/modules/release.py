@@ -35,7 +35,7 @@ options:
     description:
       - V(present) writes the release when it is not there or damaged.
       - V(active) installs its units and switches the links; the release must be complete.
-      - V(pruned) removes old releases, and environments that no release uses any more.
+      - V(pruned) removes old releases, and environments and keys that no release uses any more.
     type: str
     choices: [present, active, pruned]
     default: present
@@ -82,6 +82,11 @@ options:
       and those that installed O(units) run from stay anyhow.
     type: int
     default: 3
+  keys:
+    description: Files with keys, for O(state=pruned). They go when no release that stays was made with C(api_key) among its O(inputs).
+    type: list
+    elements: path
+    default: []
   protect:
     description: Releases that stay, for O(state=pruned).
     type: list
@@ -215,10 +220,14 @@ def prune(module, given):
     root = given["root"]
     protected = set(given["protect"]) | logic.releases_of_units(given["unit_dir"], given["units"], root)
     gone, unused = logic.prunable(root, given["keep"], protected)
-    removed = [logic.folder(root, name) for name in gone] + unused
+    keys = logic.unneeded_keys(root, gone, given["keys"])
+    folders = [logic.folder(root, name) for name in gone] + unused
+    removed = folders + keys
     if not module.check_mode:
-        for path in removed:
+        for path in folders:
             shutil.rmtree(path)
+        for path in keys:
+            os.unlink(path)
     module.exit_json(changed=bool(removed), removed=removed, diff={
         "before": "".join("%s\n" % path for path in removed), "after": ""})
 
@@ -240,6 +249,7 @@ def main():
             "unit_dir": {"type": "path", "default": "/etc/systemd/system"},
             "units": {"type": "list", "elements": "str", "default": []},
             "keep": {"type": "int", "default": 3},
+            "keys": {"type": "list", "elements": "path", "default": [], "no_log": False},
             "protect": {"type": "list", "elements": "str", "default": []},
         },
         required_if=[("state", "active", ("id",)), ("state", "present", ("files",))],

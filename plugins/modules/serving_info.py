@@ -89,6 +89,12 @@ stale:
   elements: str
   returned: always
   sample: [sglang-dsv4-decode]
+missing:
+  description: Those files of O(credentials) that are not there.
+  type: list
+  elements: str
+  returned: always
+  sample: []
 baseline:
   description: Restarts counted so far, for units that may run on.
   type: dict
@@ -185,6 +191,7 @@ def main():
         units=facts,
         differences=different,
         stale=sorted(stale),
+        missing=[path for path in given["credentials"] if not os.path.exists(path)],
         baseline={name: 0 if name in stale or unit["active_state"] not in logic.RUNNING else unit["restarts"]
                   for name, unit in facts.items()},
         current=links["current"],

@@ -167,6 +167,17 @@ def test_pruning_never_takes_what_serves(tmp_path_factory, count, keep, current,
     assert gone == free[:len(gone)]
 
 
+@pytest.mark.parametrize("made_with, gone, needed", [
+    ([False, True], [], True), ([False, True], [1], False), ([False, False], [], False), ([True, True], [0], True), ([], [], False),
+])
+def test_keys_stay_as_long_as_a_release_needs_them(tmp_path, made_with, gone, needed):
+    names = [write(tmp_path, inputs={"index": index, "api_key": key})[0] for index, key in enumerate(made_with)]
+    key = tmp_path / "api-key"
+    key.write_text("k", encoding="utf-8")
+    found = logic.unneeded_keys(str(tmp_path), [names[index] for index in gone], [str(key), str(tmp_path / "never")])
+    assert found == ([] if needed else [str(key)])
+
+
 def test_manifest_is_plain_and_has_no_date(tmp_path):
     unused, path = write(tmp_path, inputs={"model": "m@1"})
     with open(os.path.join(path, "manifest.json"), encoding="utf-8") as stream:
