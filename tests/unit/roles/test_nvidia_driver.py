@@ -137,8 +137,14 @@ def test_the_guard_stops_before_anything_is_touched(case, verdicts, outcome):
     outcome("stops" if words else "goes on", "goes on" if verdicts[case] is None else "stops", " ".join((verdicts[case] or "").split()))
 
 
+def files_of(name):
+    """The task files that a task file of the role brings in, in order."""
+    tasks = yaml.safe_load((ROLE / "tasks" / name).read_text(encoding="utf-8"))
+    return [task.get("ansible.builtin.import_tasks") or task.get("ansible.builtin.include_tasks", {}).get("file") for task in tasks]
+
+
 def test_the_guard_comes_before_every_task_that_changes():
-    order = [task["ansible.builtin.import_tasks"] for task in yaml.safe_load((ROLE / "tasks/main.yml").read_text(encoding="utf-8"))]
+    order = files_of("main.yml")
     assert order[:3] == ["assert.yml", "plan.yml", "guard.yml"]
     changing = (
         "ansible.builtin.copy",
@@ -147,6 +153,7 @@ def test_the_guard_comes_before_every_task_that_changes():
         "ansible.builtin.systemd_service",
         "ansible.builtin.apt",
         "ansible.builtin.reboot",
+        "blackwell.dsv4.host_files",
     )
     for name in order[:3]:
         for task in yaml.safe_load((ROLE / "tasks" / name).read_text(encoding="utf-8")):
@@ -156,12 +163,9 @@ def test_the_guard_comes_before_every_task_that_changes():
 
 
 def test_dkms_is_asserted_before_the_reboot():
-    order = [task["ansible.builtin.import_tasks"] for task in yaml.safe_load((ROLE / "tasks/main.yml").read_text(encoding="utf-8"))]
+    order = files_of("main.yml")
     assert order.index("install.yml") < order.index("reboot.yml")
-    install = [
-        task.get("ansible.builtin.import_tasks") for task in yaml.safe_load((ROLE / "tasks/install.yml").read_text(encoding="utf-8"))
-    ]
-    assert install[-1] == "dkms.yml"
+    assert files_of("install.yml")[-1] == "dkms.yml"
 
 
 def test_the_pin_lets_one_version_of_one_origin_in():
