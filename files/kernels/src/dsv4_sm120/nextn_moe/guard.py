@@ -59,11 +59,9 @@ class Counter:
 
     def count(self, values, slots) -> None:
         """Counts the rows of a tensor; slots: where each row's token lies in the KV cache, None when all rows are real."""
-        import torch
+        from .count import count
 
-        bad = values.flatten(1).amax(1).isnan()
-        real = torch.ones_like(bad) if slots is None else slots >= PAGE
-        self.counts += torch.stack((real, real & bad)).sum(1)
+        count(values, slots, self.counts, PAGE)
         self.host.copy_(self.counts, non_blocking=True)
 
     def read(self) -> tuple[int, int]:

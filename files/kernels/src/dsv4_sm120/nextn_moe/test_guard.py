@@ -1,53 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guard counts, on the CPU and inside a CUDA graph."""
+"""What the guard counts: on a GPU, else under Triton's interpreter; and inside a CUDA graph."""
+
+import os
 
 import pytest
 import torch
 
-from dsv4_sm120.nextn_moe import guard
+pytest.importorskip("triton", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is declared, at the guard's first call
 
-VOCABULARY = 1000
+from dsv4_sm120.nextn_moe import guard  # noqa: E402
+
+VOCABULARY = 20_000  # some blocks and a bit
 
 
-def rows(count, *bad, device="cpu"):
-    values = torch.randn(count, VOCABULARY, dtype=torch.bfloat16, device=device)
+def rows(count, *bad, dtype=torch.bfloat16):
+    values = torch.randn(count, VOCABULARY, device=DEVICE).to(dtype)
     for row, column in bad:
         values[row, column] = float("nan")
     return values
 
 
-def slots(*places, device="cpu"):
-    return torch.tensor(places, dtype=torch.int64, device=device)
+def slots(*places):
+    return torch.tensor(places, dtype=torch.int64, device=DEVICE)
+
+
+def read(counter):
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return counter.read()
 
 
 def test_one_nan_makes_a_row_bad_wherever_it_is():
-    counter = guard.Counter("cpu")
+    counter = guard.Counter(DEVICE)
     counter.count(rows(3, (0, 0), (0, 1), (2, VOCABULARY - 1)), slots(256, 300, 9999))
-    assert counter.read() == (3, 2)
+    assert read(counter) == (3, 2)
     counter.count(rows(2), None)
-    assert counter.read() == (5, 2)
+    assert read(counter) == (5, 2)
 
 
-def test_infinities_are_no_nan():
-    values = rows(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_infinities_are_no_nan(dtype):
+    values = rows(2, dtype=dtype)
     values[0, 3], values[1, 4] = float("inf"), float("-inf")
-    counter = guard.Counter("cpu")
+    counter = guard.Counter(DEVICE)
     counter.count(values, None)
-    assert counter.read() == (2, 0)
+    assert read(counter) == (2, 0)
 
 
 def test_padding_is_not_counted():
-    counter = guard.Counter("cpu")
+    counter = guard.Counter(DEVICE)
     counter.count(rows(4, (1, 5), (2, 5), (3, 5)), slots(256, 0, 255, 256))
-    assert counter.read() == (2, 1)
+    assert read(counter) == (2, 1)
+
+
+def test_rows_apart_and_columns_apart():
+    wide = rows(3, (1, 99), (2, 0))[:, :100]
+    counter = guard.Counter(DEVICE)
+    counter.count(wide[:, :99], None)
+    assert read(counter) == (3, 1)
+    counter.count(wide.t(), None)
+    assert read(counter) == (3 + 100, 1 + 2)
 
 
 def test_states_of_several_streams_count_as_a_row():
-    states = torch.zeros(2, 4, 64)
+    states = torch.zeros(2, 4, 64, device=DEVICE)
     states[1, 3, 63] = float("nan")
-    counter = guard.Counter("cpu")
+    counter = guard.Counter(DEVICE)
     counter.count(states, None)
-    assert counter.read() == (2, 1)
+    assert read(counter) == (2, 1)
 
 
 @pytest.fixture
@@ -59,7 +82,7 @@ def observed(monkeypatch):
 
 def test_a_prefill_has_a_row_for_each_request_and_no_padding(observed):
     guard.observe(rows(2, (0, 0)), slots(0, 0, 0, 0, 0))
-    assert observed[torch.device("cpu")].read() == (2, 1)
+    assert read(next(iter(observed.values()))) == (2, 1)
 
 
 def test_nothing_to_see(observed):
@@ -70,7 +93,7 @@ def test_nothing_to_see(observed):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_graph_counts_at_every_replay_and_nothing_waits(observed):
-    values, places = rows(64, device="cuda"), slots(*[0] * 32, *[512] * 32, device="cuda")
+    values, places = rows(64), slots(*[0] * 32, *[512] * 32)
     guard.observe(values, places)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -79,14 +102,13 @@ def test_a_graph_counts_at_every_replay_and_nothing_waits(observed):
     values[40, 7] = float("nan")
     for _ in range(10):
         graph.replay()
-    torch.cuda.synchronize()
-    assert counter.read() == (32 + 10 * 32, 10)
+    assert read(counter) == (32 + 10 * 32, 10)
     assert counter.host.is_pinned()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_first_call_inside_a_capture_is_refused(observed):
-    values = rows(4, device="cuda")
+    values = rows(4)
     with pytest.raises(RuntimeError, match="should have run before"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             guard.observe(values, None)
