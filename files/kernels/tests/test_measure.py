@@ -287,6 +287,19 @@ def test_a_machine_without_a_gpu_says_so():
     assert done.returncode == 3 and done.stderr.startswith("dsv4-sm120: no CUDA GPU: ") and not done.stdout
 
 
+def test_a_library_that_is_not_the_drivers_is_no_gpu(tmp_path):
+    """A stand-in answers some calls; whatever it lacks, nothing is proved on it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        pytest.skip("no C compiler")
+    (tmp_path / "cuda.c").write_text("int cuInit(unsigned flags) { return 0; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "cuda.c", "-o", "libcuda.so.1"], cwd=tmp_path, check=True)
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "src"), "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-B", "-m", "dsv4_sm120.cli", "selftest"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and "no CUDA GPU: libcuda.so.1 is not the driver's: it has no cuDeviceGetCount" in done.stderr
+
+
 def test_the_command_line_explains_itself():
     for words in ([], ["selftest"], ["select"], ["show"]):
         done = subprocess.run(

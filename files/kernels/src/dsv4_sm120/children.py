@@ -105,6 +105,12 @@ def _object(line: str) -> dict | None:
     return document if isinstance(document, dict) else None
 
 
+def words(error: Exception) -> str:
+    """Returns an exception in a line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
 def tell(**document) -> None:
     """Says something to the parent."""
     print(json.dumps(document), flush=True)

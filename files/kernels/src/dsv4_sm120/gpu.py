@@ -14,7 +14,10 @@ class NoGpu(RuntimeError):
 
 
 def _cuda(library: ctypes.CDLL, function: str, *arguments) -> None:
-    code = getattr(library, function)(*arguments)
+    try:
+        code = getattr(library, function)(*arguments)
+    except AttributeError as error:
+        raise NoGpu(f"no CUDA GPU: libcuda.so.1 is not the driver's: it has no {function}") from error
     if code:
         text = ctypes.c_char_p()
         library.cuGetErrorString(code, ctypes.byref(text))

@@ -222,7 +222,7 @@ def child(argv: list[str]) -> int:
                 graphs[name] = timing.capture(work)
                 graphs[name].replay()
             except Exception as error:  # noqa: BLE001 - a contestant that does not run is a line of the record
-                wrong[name] = f"{type(error).__name__}: {error}"[:200]
+                wrong[name] = children.words(error)
             # raises when the contestant broke the CUDA context: then this process ends, and another one goes on without it
             torch.cuda.synchronize()
         taken = timing.times(graphs, flush, options.repeats) if graphs else {}

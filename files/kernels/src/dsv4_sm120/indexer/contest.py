@@ -75,7 +75,8 @@ def difference(made: tuple, next_n: int = 1) -> str | None:
     indexer.launch(q, cache, weights, lengths, table, logits, None, next_n)
     torch.cuda.synchronize()
     found = logits.cpu()
-    want, magnitudes = reference.paged_mqa_logits(*made)
+    # copied once, not by row
+    want, magnitudes = reference.paged_mqa_logits(*(item.cpu() if isinstance(item, torch.Tensor) else item for item in made))
     for row in range(q.shape[0]):
         length = max(0, int(lengths[row]))
         error = (found[row, :length].double() - want[row, :length]).abs()
