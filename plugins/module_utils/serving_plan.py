@@ -148,6 +148,7 @@ DEFAULTS = {
     "prefill_rate": 4000,
     "shutdown_grace": 60,
     "api_key": False,
+    "firewall": True,
     "ephemeral_ports": [32768, 60999],
     "compute_capability": "12.0",
     "flag_table": {},
@@ -1142,6 +1143,11 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
     for name, instance in instances.items():
         plan["listeners"] += _listeners(name, instance, topology)
     _check_ports(topology, plan["listeners"], options, findings)
+    if not _truth(options["firewall"]):
+        findings.warn("ports.unfiltered", "sglang_dsv4_firewall",
+                      "ports %s are on every address, and only the units' own IPAddressDeny keeps other hosts from them"
+                      % _words(item["range"] for item in plan["listeners"] if item["address"] == "*"),
+                      "Let the units load their table, or close these ports in a filter of yours.")
     if any(finding["severity"] == "error" for finding in findings):
         return plan
     for name, instance in instances.items():

@@ -361,6 +361,13 @@ def test_what_the_plan_drives_is_not_given_by_hand(name, value, finding):
         assert errors(result) == {(finding, variable)}
 
 
+def test_ports_that_no_filter_closes_are_named():
+    [finding] = plan(firewall=False)["findings"]
+    assert (finding["severity"], finding["id"], finding["variable"]) == ("warning", "ports.unfiltered", "sglang_dsv4_firewall")
+    assert "15000-15999" in finding["what"] and "30000" not in finding["what"]
+    assert plan(firewall="yes")["findings"] == []
+
+
 def test_start_limit_can_trigger():
     result = plan()
     timing = result["timing"]
