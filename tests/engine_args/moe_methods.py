@@ -165,7 +165,7 @@ class Activations:
     Swiglu, SwigluStep = "Swiglu", "SwigluStep"
 
     def __getattr__(self, name):
-        raise ModuleNotFoundError(name="FlashInfer's %s" % name)
+        raise ModuleNotFoundError(name="FlashInfer with the activation %s" % name)
 
 
 def interleaved(scales):
