@@ -306,7 +306,7 @@ def svg(record, key):
     for cell in record["cells"]:
         if cell["workload"] not in workloads:
             workloads.append(cell["workload"])
-    wide, tall, left, top = 430, 260, 70, 98
+    wide, tall, left, top = 430, 260, 70, 116
     width = max(2, len(workloads)) * (wide + left) + 40
     compared = record["compared_with"]
     under = "%s; engine %s%s" % (heading(record), record["engine_version"] or "unknown", " (REHEARSAL ENGINE, no GPU)" if record["rehearsal"] else "")
@@ -317,9 +317,9 @@ def svg(record, key):
         "<text x='20' y='26' font-size='16' font-weight='600' fill='%s'>%s (%s), %s is better</text>" % (
             _INK, _h(title), unit, "more" if more else "less"),
         "<text x='20' y='46' font-size='12' fill='%s'>%s</text>" % (_DIM, _h(under)),
-        "<text x='20' y='63' font-size='12' fill='%s'>%s, %s. Median of the repetitions, bars from least to most. %s</text>" % (
-            _DIM, _h(record["gpus"]), _h(record["time"]), _h(
-                "Solid: this release; dashed: release %s." % compared["release"] if compared["release"] else "")),
+        "<text x='20' y='63' font-size='12' fill='%s'>%s; %s</text>" % (_DIM, _h(record["gpus"]), _h(record["time"])),
+        "<text x='20' y='80' font-size='12' fill='%s'>Median of the repetitions, bars from least to most. %s</text>" % (
+            _DIM, _h("Solid: this release; dashed: release %s." % compared["release"] if compared["release"] else "")),
     ]
     for index, workload in enumerate(workloads):
         chosen = [cell for cell in record["cells"] if cell["workload"] == workload]

@@ -181,6 +181,8 @@ def test_a_plot_can_be_read_alone(name, title):
     assert any("host<1>, release 1f0c2ab94d37, mode pd; engine 0.5.23" in text for text in said)
     assert any("dashed: release 77d0f3e8a1bc" in text for text in said)
     assert any("Median of the repetitions, bars from least to most" in text for text in said)
+    width = int(ElementTree.fromstring(logic.report(measured(), ABOUT)["files"][name]).get("width"))
+    assert max(map(len, said)) * 7.5 < width, "a line would be cut off"
 
 
 def test_marks_lie_inside_of_the_plot():
