@@ -11,11 +11,11 @@ WARPS = 16
 
 
 @triton.jit
-def _count_kernel(values, slots, counts, columns, pitch, PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _count_kernel(values, slots, counts, columns, pitch, step, PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     real = True
     if PADDED:
-        real = tl.load(slots + row) >= PAGE
+        real = tl.load(slots + row * step) >= PAGE
     if real:
         bad = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, columns, BLOCK):
@@ -40,6 +40,7 @@ def count(values, slots, counts, page: int) -> None:
         counts,
         values.shape[1],
         values.stride(0),
+        0 if slots is None else slots.stride(0),
         PADDED=slots is not None,
         PAGE=page,
         BLOCK=BLOCK,

@@ -74,11 +74,16 @@ _counters: dict[object, Counter] = {}
 
 
 def observe(values, slots) -> None:
-    """Counts the rows of what a draft computed: its logits, or the states that they are made of."""
+    """Counts the rows of what a draft computed: its logits, or the states that they are made of.
+
+    slots: where the tokens of the batch lie in the KV cache. With a row for each request it has several tokens a row, equally
+    many where requests are padded (the graphs), and any number where they are not (a prefill).
+    """
     if values is None or not values.shape[0]:
         return
-    if slots is not None and slots.shape[0] != values.shape[0]:
-        slots = None  # a row for each request, of a prefill: there is no padding
+    if slots is not None:
+        each, rest = divmod(slots.shape[0], values.shape[0])
+        slots = slots[::each] if each and not rest else None
     counter = _counters.get(values.device)
     if counter is None:
         if values.is_cuda and _capturing():

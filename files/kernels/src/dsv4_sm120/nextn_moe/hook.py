@@ -52,17 +52,19 @@ def choice_around(original, self, layer, prefix):
 
 def nextn_around(original, self, input_ids, positions, forward_batch):
     """AROUND hook for NextN's forward pass: its logits."""
+    slots = forward_batch.out_cache_loc
     result = original(self, input_ids, positions, forward_batch)
     if operation.enabled(NAME):
-        guard.observe(result.next_token_logits, forward_batch.out_cache_loc)
+        guard.observe(result.next_token_logits, slots)
     return result
 
 
 def dspark_around(original, self, input_ids, positions, forward_batch, *args, **kwargs):
     """AROUND hook for DSpark's forward pass: the states that its logits are made of."""
+    slots = forward_batch.out_cache_loc
     result = original(self, input_ids, positions, forward_batch, *args, **kwargs)
     if operation.enabled(NAME):
-        guard.observe(result.hidden_states, forward_batch.out_cache_loc)
+        guard.observe(result.hidden_states, slots)
     return result
 
 

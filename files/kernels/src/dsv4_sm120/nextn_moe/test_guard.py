@@ -81,7 +81,13 @@ def observed(monkeypatch):
 
 
 def test_a_prefill_has_a_row_for_each_request_and_no_padding(observed):
-    guard.observe(rows(2, (0, 0)), slots(0, 0, 0, 0, 0))
+    guard.observe(rows(2, (0, 0)), slots(300, 301, 302, 400, 401))
+    assert read(next(iter(observed.values()))) == (2, 1)
+
+
+def test_a_padded_request_is_left_out_with_all_its_tokens(observed):
+    """The captured draft-extend: a row for each request, some tokens each."""
+    guard.observe(rows(3, (0, 0), (2, 0)), slots(*[300] * 4, *[512] * 4, *[0] * 4))
     assert read(next(iter(observed.values()))) == (2, 1)
 
 
