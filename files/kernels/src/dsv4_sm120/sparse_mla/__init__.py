@@ -24,15 +24,19 @@ HEAD_DIM = 512
 TOKEN_BYTES = 584
 ITEM_INTS = 8
 RECORD_FLOATS = 16 * 512 + 8 * (8 * 16 + 16)
-# fewest tiles that a block is given before a row is divided among more units
-LEAST_TILES_PER_BLOCK = 3
+# fewest tiles that a block is given before a row is divided among more units: a step of the kernel
+LEAST_TILES_PER_BLOCK = 2
+# in tiles of 16 heads: what a tile of 32 heads costs, a block beside its tiles, and the merge of units through global memory
+PAIR_COST = 1.4
+BLOCK_COST = 6
+MERGE_COST = 4
 # rows up to this many tiles (1,024 tokens) are never divided: no plan, no merge in global memory
 UNDIVIDED_TILES = 32
-CLUSTERS = (8, 4, 2, 1)
+CLUSTERS = (8, 7, 6, 5, 4, 3, 2, 1)
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SCOPE = [_P, _L, _I, _P, _L, _P, _I]
-_DECODE = [_P, _L, _L, _I, _I, *_SCOPE, *_SCOPE, _P, _F, _P, _L, _L, _P, _P, _I, _P, _P, _I, _P]
+_DECODE = [_P, _L, _L, _I, _I, *_SCOPE, *_SCOPE, _P, _F, _P, _L, _L, _P, _P, _I, _P, _P, _I, _I, _I, _P]
 _PLAN = [_P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _I, _P]
 
 
@@ -44,11 +48,13 @@ class Unsupported(ValueError):
 class Shape:
     """How a call is laid over the GPU; follows from sizes alone, never from lengths.
 
-    cluster: blocks that share a unit of work. units: the grid's units (at least the rows). least: fewest tiles of a unit.
-    records: merge records needed in global memory. A plan is needed when units > rows.
+    head_tiles: 16 heads or 32 a block. head_blocks: blocks for a row's heads. cluster: blocks that share a unit of work.
+    units: the grid's units (at least the rows). least: fewest tiles of a unit. records: merge records (of 16 heads) needed in
+    global memory. A plan is needed when units > rows.
     """
 
     rows: int
+    head_tiles: int
     head_blocks: int
     cluster: int
     units: int
@@ -71,26 +77,47 @@ class Gpu:
         return dict(self.clusters)[cluster]
 
 
-def launch_shape(rows: int, heads: int, widths: tuple[int, ...], chip: Gpu, cluster: int | None = None) -> Shape:
-    """Returns the launch for `rows` rows of `heads` heads and index widths `widths`; `cluster` forces its size.
+@functools.cache
+def launch_shape(
+    rows: int, heads: int, widths: tuple[int, ...], chip: Gpu, cluster: int | None = None, head_tiles: int | None = None
+) -> Shape:
+    """Returns the launch for `rows` rows of `heads` heads and index widths `widths`; the last two arguments force its form.
 
-    The cluster is the largest of which every row can have one at the same time, or two if rows can be divided; clusters of
-    four and eight only while every block can have an SM for itself, because two of them on one cost more than they save.
-    A row can have more units when there is room for them and its width could fill them.
+    The form is the one with the least work of a block, in tiles: those of a full row divided among the blocks that it can have
+    at the same time and what a block costs beside them, once for each wave, and what merging through global memory costs where a
+    row has several units. Of equals it is the smallest cluster. A row can have more units when there is room for them and its
+    width could fill them.
     """
-    head_blocks = -(-heads // 16)
-    widest = sum(-(-width // TILE) for width in widths)
+    tiles_of_heads = -(-heads // 16)
+    widest = max(1, sum(-(-width // TILE) for width in widths))
     divided = widest > UNDIVIDED_TILES
-    if cluster is None:
-        blocks_per_sm = max(1, chip.at_once(1) // chip.sms)
-        clusters = rows * head_blocks * (2 if divided else 1)
-        cluster = next((c for c, n in chip.clusters if n >= clusters * (blocks_per_sm if c >= 4 else 1)), 1)
-    least = LEAST_TILES_PER_BLOCK * cluster
+
+    def most_units(size: int) -> int:
+        return -(-widest // (LEAST_TILES_PER_BLOCK * size)) if divided else 1
+
+    def work(form: tuple[int, int]) -> float:
+        size, tiles = form
+        clusters, room = rows * -(-tiles_of_heads // tiles), chip.at_once(size)
+        units = max(1, min(room // clusters, most_units(size)))
+        merge = MERGE_COST + units / size if units > 1 else 0
+        share = -(-widest // (units * size)) * (PAIR_COST if tiles == 2 else 1)
+        return -(-clusters // room) * (share + BLOCK_COST) + merge
+
+    forms = [
+        (size, tiles)
+        for size, _number in chip.clusters
+        for tiles in (1, 2)
+        if size == (cluster or size) and tiles == (head_tiles or tiles) and (tiles == 1 or tiles_of_heads % 2 == 0)
+    ]
+    _require(bool(forms), f"no launch with clusters of {cluster} and {head_tiles} head tiles")
+    cluster, head_tiles = min(forms, key=lambda form: (work(form), form))
+    head_blocks = -(-tiles_of_heads // head_tiles)
     room = max(1, chip.at_once(cluster) // head_blocks)
-    units = min(max(room, rows + room // 4), rows * (-(-widest // least) if divided else 1))
+    units = min(max(room, rows + room // 4), rows * most_units(cluster))
     # only rows of two units or more write records: n <= 2 (n - 1)
-    records = 2 * (units - rows) * head_blocks
-    return Shape(rows, head_blocks, cluster, units, least, records)
+    records = 2 * (units - rows) * head_blocks * head_tiles
+    least = LEAST_TILES_PER_BLOCK * cluster
+    return Shape(rows, head_tiles, head_blocks, cluster, units, least, records)
 
 
 @functools.cache
@@ -117,6 +144,14 @@ def gpu(index: int) -> Gpu:
     return Gpu(_torch.multiprocessors(index), tuple(found))
 
 
+def block_scaled() -> bool:
+    """Says whether scores are to be made by block-scaled fp8 mma, which only sm_120a has: DSV4_SM120_MLA_BLOCK_SCALED=1.
+
+    Off until it has been measured on that chip.
+    """
+    return os.environ.get("DSV4_SM120_MLA_BLOCK_SCALED") == "1"
+
+
 class Workspace:
     """Buffers of one GPU, shared by its calls in stream order; they never grow, so captured graphs keep their pointers."""
 
@@ -125,7 +160,7 @@ class Workspace:
 
         # an inference tensor could not be written outside inference mode
         with torch.inference_mode(False):
-            self.records = 2 * chip.at_once(1)
+            self.records = 4 * chip.at_once(1)
             self.partial = torch.empty(self.records * RECORD_FLOATS, dtype=torch.float32, device=device)
             self.counters = torch.zeros(self.records * CLUSTERS[0], dtype=torch.int32, device=device)
         self.device = device
@@ -246,6 +281,8 @@ def sparse_mla_decode(
     *,
     out: torch.Tensor | None = None,
     cluster: int | None = None,
+    head_tiles: int | None = None,
+    scaled: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends each row of `q` to its listed tokens of one or two caches.
 
@@ -286,7 +323,9 @@ def sparse_mla_decode(
 
     chip = gpu(device.index if device.index is not None else torch.cuda.current_device())
     widths = (first.width, second.width if second else 0)
-    shape = launch_shape(rows, heads, widths, chip, cluster)
+    if scaled is None:
+        scaled = block_scaled()
+    shape = launch_shape(rows, heads, widths, chip, cluster, 1 if scaled else head_tiles)
     space = workspace(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     with torch.cuda.device(device):
@@ -297,7 +336,7 @@ def sparse_mla_decode(
             *(second.arguments() if second else [None, 0, 0, None, 0, None, 0]),
             _address(attn_sink), softmax_scale,
             out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(),
-            _address(items), shape.units, space.partial.data_ptr(), space.counters.data_ptr(), shape.cluster, stream,
+            _address(items), shape.units, space.partial.data_ptr(), space.counters.data_ptr(), shape.cluster, shape.head_tiles, scaled, stream,
         )  # fmt: skip
     _lib.check(LIBRARY, "sparse_mla_decode", code)
     return out, lse

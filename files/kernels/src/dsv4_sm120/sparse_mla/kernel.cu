@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse-MLA decode over the DeepSeek-V4 fp8 latent cache, by portable mma.sync (sm_90 and sm_120). See NOTES.md.
 //
-// A block of eight warps runs 16 query heads over tiles of 32 cached tokens. Warp w owns latent dimensions
-// [64 w, 64 w + 64), as keys and as values: one scale group, the last one the rope dimensions.
+// A block of eight warps runs 16 or 32 query heads over tiles of 32 cached tokens: a step is 16 heads x 64 tokens or 32 x 32.
+// For the scores, warp w owns a quarter of the latent dimensions ([128 (w / 2), + 128): two scale groups, the last one the
+// rope dimensions) of half the step's tokens; for the values, dimensions [64 w, 64 w + 64) of all of them.
 //
 //  * keys and values stay e4m3 in shared memory; fragments are converted to f16, which is exact and one instruction per
 //    pair. A token's ue8m0 scale never touches them: it multiplies the fp32 share of the score that its group makes, and
 //    the probability that its group's values are multiplied by, relative to the group's largest scale. So f16 holds all.
 //  * the 64 rope dimensions are bf16 in the cache and use bf16 mma.
 //  * the warps exchange their shares of the scores through shared memory; each then makes the probabilities of two heads.
-//  * the blocks of a cluster share one unit of work (a range of tiles of one row) and merge through distributed shared
-//    memory, each block a slice of the output columns. A row of several units is merged from global memory by the last
-//    block to arrive, again per slice.
-#include <cooperative_groups.h>
+//  * the blocks of a cluster share one unit of work (a range of tiles of one row). Each pushes its sums into the blocks that
+//    merge them, a slice of the output columns each, by asynchronous stores that count on the receiver's mbarrier: no fence,
+//    no round trip. A row of several units is merged from global memory by the last block to arrive, again per slice.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -21,30 +21,25 @@
 
 #include "../csrc/common/abi.cuh"
 
-// sm_120's shared memory holds one block an SM, sm_90's two, which then have 128 registers a thread.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-#define MLA_MIN_BLOCKS 1
-#else
-#define MLA_MIN_BLOCKS 2
-#endif
+// the sizes of a cluster that kernels are made for
+#define DSV4_CLUSTERS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 
 namespace {
-
-namespace cg = cooperative_groups;
 
 constexpr int kWarps = 8;         // one for each value group
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 32;
-constexpr int kStages = 4;
+constexpr int kRing = 4;         // tiles in shared memory
 constexpr int kListed = 8;        // tiles whose tokens are looked up ahead
 constexpr int kRowBytes = 576;
 constexpr int kGroups = 8;        // seven of nope, one of rope
 constexpr int kScaleBytes = 8;    // per token, the eighth is padding that nothing wrote
 constexpr int kItemInts = 8;
 constexpr int kPlanThreads = 1024;
-// floats of one merged unit in global memory: 16 x 512 sums, and for each block of a cluster 8 x 16 exponents and 16 sums
+constexpr int kLargestCluster = 8;
+// floats of one merged unit in global memory, for 16 heads: 16 x 512 sums, and for each block of a cluster 8 x 16 exponents and 16 sums
 constexpr int kRecordSide = kGroups * 16 + 16;
-constexpr int kRecordFloats = 16 * 512 + 8 * kRecordSide;
+constexpr int kRecordFloats = 16 * 512 + kLargestCluster * kRecordSide;
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -63,34 +58,37 @@ struct Work {
   long long slot;
 };
 
+// What a block tells of its sums beside them: for rows w and w + 8 of each 16 the softmax's reference and sum, and the log2 of
+// what a group's sums are to be multiplied by beside the reference.
+template <int kHeadTiles>
+struct Side {
+  float4 rows[kHeadTiles][8];
+  float shift[kGroups];
+};
+
 struct Smem {
-  // the ring of gathered rows; after the last tile the 32 KiB of output sums lie here
-  alignas(128) unsigned char raw[kStages][kTile * kRowBytes];
-  // each warp's share of the scores, [warp][8 tokens][lane]; after the last tile the weights of the merge
-  alignas(16) float4 exchange[kWarps][4][32];
-  // probabilities as fragments, [16 tokens][lane]
-  alignas(16) uint4 prob_f16[2][32];
-  alignas(16) uint4 prob_bf16[2][32];
-  alignas(16) unsigned char scales[kStages][kTile * kScaleBytes];
-  // a tile's scales as factors, for each warp's group, [column quad][8 tokens][low or high column]
-  alignas(16) float score_factor[kWarps][4][8];
-  alignas(16) unsigned short value_factor[2][kWarps][4][8];
-  // addresses of the next tiles' rows and of their scales
+  // the ring of gathered rows; in the end the sums that the cluster's blocks send lie here
+  alignas(128) unsigned char raw[kRing][kTile * kRowBytes];
+  // the quarters' shares of the scores, [quarter][8 tokens or head tile][lane]; in the end the weights of the merge
+  alignas(16) float4 exchange[4][8][32];
+  // probabilities as fragments, [head tile and 16 tokens][lane]
+  alignas(16) uint4 prob_f16[4][32];
+  alignas(16) uint4 prob_bf16[4][32];
+  alignas(16) unsigned char scales[kRing][kTile * kScaleBytes];
+  // a step's value scales as factors, for each warp's group, [column quad][8 tokens][low or high column]
+  alignas(16) unsigned short value_factor[kWarps][4][16];
+  // addresses of the next tiles' rows and of their scales; in the end the sides of the cluster's blocks
   alignas(16) unsigned long long row_at[kListed][kTile];
   alignas(16) unsigned long long scale_at[kListed][kTile];
   unsigned valid[2 * kListed];
-  float query_top[kWarps][16];
-  float alpha[16];     // by how much a row's sums shrink at this tile
-  float top[16];       // reference of a row's softmax
-  float sum[16];
-  float shift[kGroups];  // log2 of what a group's sums are to be multiplied by, beside the reference
-  float sink_log2[16];
-  float scale_log2[16];  // of a row's scores: what its query was multiplied by taken out again
+  float alpha[32];       // by how much a row's sums shrink at this step
+  float sink_log2[32];
+  alignas(8) unsigned long long arrived;  // mbarrier of what the cluster sends
   Work work;
   int last;
 };
-static_assert(sizeof(float) * 16 * 512 <= sizeof(Smem::raw), "output sums reuse the ring");
-static_assert(sizeof(float) * (8 + 2) * 128 <= sizeof(Smem::exchange), "weights of eight sources");
+static_assert(sizeof(float) * (kLargestCluster + 2) * 256 <= sizeof(Smem::exchange), "weights of eight sources");
+static_assert(sizeof(Side<2>) * kLargestCluster <= sizeof(Smem::row_at) + sizeof(Smem::scale_at), "sides of eight sources");
 static_assert(sizeof(Smem) <= dsv4::kMaxBlockSmem, "shared memory of a block");
 
 // what a list entry without a token points at: its values and scales take no part, but 0 x NaN would
@@ -149,6 +147,14 @@ __device__ __forceinline__ unsigned widen_high(unsigned v) {
   return r;
 }
 
+// four floats as e4m3, clamped to the largest
+__device__ __forceinline__ unsigned narrow(const float (&x)[4]) {
+  unsigned r;
+  asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+      : "=r"(r) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+  return r;
+}
+
 template <bool kBf16>
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned* a, unsigned b0, unsigned b1) {
   if constexpr (kBf16) {
@@ -202,87 +208,209 @@ struct Lane {
   int lane, warp, g, c;  // g and c: the row and column quad of an mma fragment
 };
 
-// Issues this warp's share of a tile's copies: four tokens. A whole warp takes 512 bytes of a row at once: one request
-// and one address translation for them, where a warp that fetched its own columns of many rows would need one for each.
-__device__ __forceinline__ void gather(Smem& sm, const Lane& t, int tile, int stage) {
-  const int list = tile % kListed, first = 4 * t.warp;
-  const unsigned base = smem_address(sm.raw[stage]) + first * kRowBytes;
-  const ulonglong2 a = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first]);
-  const ulonglong2 b = *reinterpret_cast<const ulonglong2*>(&sm.row_at[list][first + 2]);
-  const unsigned to = base + t.lane * 16, to_swapped = base + (t.lane ^ 2) * 16;
-  copy_async16(to, a.x + t.lane * 16);
-  copy_async16(to + kRowBytes, a.y + t.lane * 16);
-  copy_async16(to_swapped + 2 * kRowBytes, b.x + t.lane * 16);
-  copy_async16(to_swapped + 3 * kRowBytes, b.y + t.lane * 16);
-  // the last four chunks of each row, and the scales
-  const int token = t.g & 3;
-  if (t.lane < 16) {
-    copy_async16(base + token * kRowBytes + swizzle(token, 32 + t.c) * 16, sm.row_at[list][first + token] + (32 + t.c) * 16);
-  } else if (t.c == 0) {
-    copy_async8(smem_address(&sm.scales[stage][(first + token) * kScaleBytes]), sm.scale_at[list][first + token]);
+// Copies a warp's share of a tile: four tokens. A whole warp takes 512 bytes of a row at once: one request and one address
+// translation for them, where a warp that fetched its own columns of many rows would need one for each. Lanes 0-15 take the
+// last four chunks of each row, lanes 16-19 the scales. What does not change from tile to tile is kept.
+struct Gather {
+  unsigned rows, rows_swapped, tail, tail_pitch;  // shared-memory addresses in stage 0, and the pitch of stages
+  unsigned list, tail_list;                       // the same in the lists of tile 0
+  unsigned from, tail_from;                       // bytes behind a row's address
+  bool has_row_tail, has_scale;
+
+  __device__ __forceinline__ Gather(Smem& sm, const Lane& t) {
+    const int first = 4 * t.warp, token = t.lane < 16 ? t.g & 3 : t.lane & 3;
+    from = t.lane * 16;
+    rows = smem_address(sm.raw[0]) + first * kRowBytes + t.lane * 16;
+    rows_swapped = smem_address(sm.raw[0]) + (first + 2) * kRowBytes + (t.lane ^ 2) * 16;
+    list = smem_address(&sm.row_at[0][first]);
+    has_row_tail = t.lane < 16;
+    has_scale = t.lane >= 16 && t.lane < 20;
+    if (has_row_tail) {
+      tail = smem_address(sm.raw[0]) + (first + token) * kRowBytes + swizzle(token, 32 + t.c) * 16;
+      tail_pitch = sizeof(sm.raw[0]);
+      tail_list = list + 8 * token;
+      tail_from = (32 + t.c) * 16;
+    } else {
+      tail = smem_address(sm.scales[0]) + (first + token) * kScaleBytes;
+      tail_pitch = sizeof(sm.scales[0]);
+      tail_list = smem_address(&sm.scale_at[0][first + token]);
+      tail_from = 0;
+    }
   }
-}
+
+  __device__ __forceinline__ void operator()(int tile, int stage) const {
+    const unsigned at = tile % kListed * (kTile * 8), to = stage * (kTile * kRowBytes);
+    unsigned long long a, b, c, d, e;
+    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "r"(list + at) : "memory");
+    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "r"(list + at + 16) : "memory");
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(e) : "r"(tail_list + at) : "memory");
+    copy_async16(rows + to, a + from);
+    copy_async16(rows + to + kRowBytes, b + from);
+    copy_async16(rows_swapped + to, c + from);
+    copy_async16(rows_swapped + to + kRowBytes, d + from);
+    const unsigned tail_to = tail + stage * tail_pitch;
+    if (has_row_tail) copy_async16(tail_to, e + tail_from);
+    if (has_scale) copy_async8(tail_to, e);
+  }
+};
 
 __device__ __forceinline__ uint4 load128(const unsigned char* p) { return *reinterpret_cast<const uint4*>(p); }
 __device__ __forceinline__ uint2 load64(const unsigned char* p) { return *reinterpret_cast<const uint2*>(p); }
 
-// Scores of 16 heads x 16 tokens over one group of 64 dimensions.
-template <bool kRope>
-__device__ __forceinline__ void scores(float (&acc)[2][4], const unsigned (&q)[16], const unsigned char* stage, const Lane& t, int chunk0) {
+// A warp's queries as fragments, of the two groups of its quarter; `scales` only where they are block-scaled.
+template <int kHeadTiles>
+struct Query {
+  unsigned part[kHeadTiles][2][16];
+  unsigned scales[kHeadTiles][2];
+};
+
+// Scores of heads x 8 kTiles tokens over a quarter of the dimensions: `a` its first group's share, `b` its second's, before
+// their scales. kRope: the last quarter.
+template <bool kRope, int kHeadTiles, int kTiles>
+__device__ __forceinline__ void scores(float (&a)[kHeadTiles][kTiles][4], float (&b)[kHeadTiles][kTiles][4],
+                                       const Query<kHeadTiles>& q, const unsigned char* tokens, const Lane& t, int chunk0) {
   const int r = row_of_column(t.g);
+  const unsigned char* row = tokens + r * kRowBytes;
+  // [group, or half of the rope dimensions]
+  uint4 v[kRope ? 3 : 2][kTiles];
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const unsigned char* row = stage + (8 * j + r) * kRowBytes;
-    acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
-    if constexpr (kRope) {
+  for (int k = 0; k < (kRope ? 3 : 2); ++k)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint4 v = load128(row + swizzle(r, chunk0 + t.c + 4 * h) * 16);
-        mma<true>(acc[j], q + 8 * h, v.x, v.y);
-        mma<true>(acc[j], q + 8 * h + 4, v.z, v.w);
+    for (int n = 0; n < kTiles; ++n) v[k][n] = load128(row + 8 * n * kRowBytes + swizzle(r, chunk0 + 4 * k + t.c) * 16);
+#pragma unroll
+  for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) a[m][n][k] = b[m][n][k] = 0.f;
+  auto word = [](const uint4& w, int s) { return s == 0 ? w.x : s == 1 ? w.y : s == 2 ? w.z : w.w; };
+#pragma unroll
+  for (int s = 0; s < 4; ++s)
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const unsigned x = word(v[0][n], s), low = widen_low(x), high = widen_high(x);
+#pragma unroll
+      for (int m = 0; m < kHeadTiles; ++m) mma<false>(a[m][n], q.part[m][0] + 4 * s, low, high);
+      if constexpr (kRope) {
+        const unsigned y = word(v[1 + s / 2][n], 2 * (s & 1)), z = word(v[1 + s / 2][n], 2 * (s & 1) + 1);
+#pragma unroll
+        for (int m = 0; m < kHeadTiles; ++m) mma<true>(b[m][n], q.part[m][1] + 4 * s, y, z);
+      } else {
+        const unsigned y = word(v[1][n], s), low1 = widen_low(y), high1 = widen_high(y);
+#pragma unroll
+        for (int m = 0; m < kHeadTiles; ++m) mma<false>(b[m][n], q.part[m][1] + 4 * s, low1, high1);
       }
-    } else {
-      const uint4 v = load128(row + swizzle(r, chunk0 + t.c) * 16);
-      mma<false>(acc[j], q, widen_low(v.x), widen_high(v.x));
-      mma<false>(acc[j], q + 4, widen_low(v.y), widen_high(v.y));
-      mma<false>(acc[j], q + 8, widen_low(v.z), widen_high(v.z));
-      mma<false>(acc[j], q + 12, widen_low(v.w), widen_high(v.w));
     }
-  }
 }
 
-// Adds P (16 heads x 16 tokens) times the group's values to `o`.
-template <bool kRope>
-__device__ __forceinline__ void values(float (&o)[8][4], const unsigned (&p)[4], const unsigned char* stage, const Lane& t, int chunk0) {
-  // the four tokens of this thread's k indices 2c, 2c+1, 2c+8, 2c+9
-  const int r0 = t.c, r1 = 4 + (t.c ^ 1);
-  if constexpr (kRope) {
-    const unsigned char* at = stage + swizzle(r0, chunk0 + t.g) * 16;
-    const uint4 a = load128(at + r0 * kRowBytes), b = load128(at + r1 * kRowBytes);
-    const uint4 e = load128(at + (8 + r0) * kRowBytes), f = load128(at + (8 + r1) * kRowBytes);
-    const unsigned aw[4] = {a.x, a.y, a.z, a.w}, bw[4] = {b.x, b.y, b.z, b.w};
-    const unsigned ew[4] = {e.x, e.y, e.z, e.w}, fw[4] = {f.x, f.y, f.z, f.w};
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define DSV4_BLOCK_SCALING 1
+#else
+#define DSV4_BLOCK_SCALING 0
+#endif
+
+// d += (a times its rows' scales) x (b times its columns' scales), e4m3, 32 deep. A lane gives the scale of row g (even lanes) or
+// g + 8 (odd ones), and of column g; the template's numbers say in which byte.
+template <int kByteA, int kByteB>
+__device__ __forceinline__ void mma_scaled(float (&d)[4], const unsigned* a, unsigned b0, unsigned b1, unsigned scale_a, unsigned scale_b) {
+#if DSV4_BLOCK_SCALING
+  asm("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, %14}, {%11}, {%13, %14};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(scale_a), "r"(scale_b), "n"(kByteA), "n"(kByteB), "n"(0));
+#endif
+}
+
+// The same scores with block-scaled e4m3 mma: the cache's bytes and scales as they are (a group of 64 is two blocks of 32 with one
+// scale), and queries as the sum of two e4m3 parts. Chunk c of a token's group is four k indices of lane c in each of four words:
+// block 0 takes the first two words, block 1 the others.
+template <bool kRope, int kHeadTiles, int kTiles>
+__device__ __forceinline__ void scores_scaled(float (&a)[kHeadTiles][kTiles][4], const Query<kHeadTiles>& q, const unsigned char* tokens,
+                                              const unsigned char* scales, const Lane& t, int chunk0) {
+  const int r = row_of_column(t.g);
+  const unsigned char* row = tokens + r * kRowBytes;
+  uint4 v[kRope ? 3 : 2][kTiles];
+  unsigned scale[kTiles];  // byte 0 of the quarter's first group, byte 1 of its second
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      mma<true>(o[2 * w], p, __byte_perm(aw[w], bw[w], 0x5410), __byte_perm(ew[w], fw[w], 0x5410));
-      mma<true>(o[2 * w + 1], p, __byte_perm(aw[w], bw[w], 0x7632), __byte_perm(ew[w], fw[w], 0x7632));
-    }
-  } else {
-    const unsigned char* at = stage + swizzle(r0, chunk0 + (t.g >> 1)) * 16 + (t.g & 1) * 8;
-    const uint2 a = load64(at + r0 * kRowBytes), b = load64(at + r1 * kRowBytes);
-    const uint2 e = load64(at + (8 + r0) * kRowBytes), f = load64(at + (8 + r1) * kRowBytes);
-    const unsigned aw[2] = {a.x, a.y}, bw[2] = {b.x, b.y}, ew[2] = {e.x, e.y}, fw[2] = {f.x, f.y};
+  for (int n = 0; n < kTiles; ++n) {
+    scale[n] = *reinterpret_cast<const unsigned short*>(scales + (8 * n + r) * kScaleBytes);
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
+    for (int k = 0; k < (kRope ? 3 : 2); ++k) v[k][n] = load128(row + 8 * n * kRowBytes + swizzle(r, chunk0 + 4 * k + t.c) * 16);
+  }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const unsigned x = __byte_perm(aw[w], bw[w], h ? 0x7362 : 0x5140);
-        const unsigned y = __byte_perm(ew[w], fw[w], h ? 0x7362 : 0x5140);
-        mma<false>(o[4 * w + 2 * h], p, widen_low(x), widen_low(y));
-        mma<false>(o[4 * w + 2 * h + 1], p, widen_high(x), widen_high(y));
+  for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float(&d)[4] = a[m][n];
+      d[0] = d[1] = d[2] = d[3] = 0.f;
+      const unsigned* first = q.part[m][0];
+      mma_scaled<0, 0>(d, first, v[0][n].x, v[0][n].y, q.scales[m][0], scale[n]);
+      mma_scaled<1, 0>(d, first + 4, v[0][n].x, v[0][n].y, q.scales[m][0], scale[n]);
+      mma_scaled<2, 0>(d, first + 8, v[0][n].z, v[0][n].w, q.scales[m][0], scale[n]);
+      mma_scaled<3, 0>(d, first + 12, v[0][n].z, v[0][n].w, q.scales[m][0], scale[n]);
+      const unsigned* second = q.part[m][1];
+      if constexpr (kRope) {
+        mma<true>(d, second, v[1][n].x, v[1][n].y);
+        mma<true>(d, second + 4, v[1][n].z, v[1][n].w);
+        mma<true>(d, second + 8, v[2][n].x, v[2][n].y);
+        mma<true>(d, second + 12, v[2][n].z, v[2][n].w);
+      } else {
+        mma_scaled<0, 1>(d, second, v[1][n].x, v[1][n].y, q.scales[m][1], scale[n]);
+        mma_scaled<1, 1>(d, second + 4, v[1][n].x, v[1][n].y, q.scales[m][1], scale[n]);
+        mma_scaled<2, 1>(d, second + 8, v[1][n].z, v[1][n].w, q.scales[m][1], scale[n]);
+        mma_scaled<3, 1>(d, second + 12, v[1][n].z, v[1][n].w, q.scales[m][1], scale[n]);
       }
     }
-  }
+}
+
+// A thread's values of 16 tokens in one group: its 8 dimensions of the four tokens of its k indices 2c, 2c+1, 2c+8, 2c+9.
+struct Values {
+  uint2 v[4];
+};
+__device__ __forceinline__ Values load_values(const unsigned char* tokens, const Lane& t) {
+  const int r0 = t.c, r1 = 4 + (t.c ^ 1);
+  const unsigned char* at = tokens + swizzle(r0, 4 * t.warp + (t.g >> 1)) * 16 + (t.g & 1) * 8;
+  return {{load64(at + r0 * kRowBytes), load64(at + r1 * kRowBytes), load64(at + (8 + r0) * kRowBytes), load64(at + (8 + r1) * kRowBytes)}};
+}
+
+// Adds P (heads x 16 tokens) times the group's values to `o`.
+template <int kHeadTiles>
+__device__ __forceinline__ void multiply(float (&o)[kHeadTiles][8][4], const unsigned (&p)[kHeadTiles][4], const Values& from) {
+  const unsigned a[2] = {from.v[0].x, from.v[0].y}, b[2] = {from.v[1].x, from.v[1].y};
+  const unsigned e[2] = {from.v[2].x, from.v[2].y}, f[2] = {from.v[3].x, from.v[3].y};
+#pragma unroll
+  for (int w = 0; w < 2; ++w)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const unsigned x = __byte_perm(a[w], b[w], h ? 0x7362 : 0x5140);
+      const unsigned y = __byte_perm(e[w], f[w], h ? 0x7362 : 0x5140);
+      const unsigned x0 = widen_low(x), y0 = widen_low(y), x1 = widen_high(x), y1 = widen_high(y);
+#pragma unroll
+      for (int m = 0; m < kHeadTiles; ++m) {
+        mma<false>(o[m][4 * w + 2 * h], p[m], x0, y0);
+        mma<false>(o[m][4 * w + 2 * h + 1], p[m], x1, y1);
+      }
+    }
+}
+
+// The same for the rope dimensions.
+template <int kHeadTiles>
+__device__ __forceinline__ void multiply_rope(float (&o)[kHeadTiles][8][4], const unsigned (&p)[kHeadTiles][4], const unsigned char* tokens,
+                                              const Lane& t) {
+  const int r0 = t.c, r1 = 4 + (t.c ^ 1);
+  const unsigned char* at = tokens + swizzle(r0, 4 * t.warp + t.g) * 16;
+  const uint4 a = load128(at + r0 * kRowBytes), b = load128(at + r1 * kRowBytes);
+  const uint4 e = load128(at + (8 + r0) * kRowBytes), f = load128(at + (8 + r1) * kRowBytes);
+  const unsigned aw[4] = {a.x, a.y, a.z, a.w}, bw[4] = {b.x, b.y, b.z, b.w};
+  const unsigned ew[4] = {e.x, e.y, e.z, e.w}, fw[4] = {f.x, f.y, f.z, f.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const unsigned x = __byte_perm(aw[w], bw[w], h ? 0x7632 : 0x5410), y = __byte_perm(ew[w], fw[w], h ? 0x7632 : 0x5410);
+#pragma unroll
+      for (int m = 0; m < kHeadTiles; ++m) mma<true>(o[m][2 * w + h], p[m], x, y);
+    }
 }
 
 // What `from` points at, or `otherwise` for null: a predicated load, so that the loads around it need not wait for it.
@@ -322,6 +450,42 @@ __device__ __forceinline__ float largest(const uint4 (&a)[2]) {
   return fmaxf(__low2float(m), __high2float(m));
 }
 
+// A group of a row's query as two e4m3 parts with a ue8m0 scale for each block of 32: the upper four bits of each bf16 value and
+// what they leave, 2^4 times finer. Exact but for values 2^13 times smaller than their block's largest, which lose what lies 2^-21
+// below that. `raw` is [row half][block]; bytes 2k and 2k + 1 of `scales` are block k's, of row g in even lanes and g + 8 in odd ones.
+[[maybe_unused]] __device__ __forceinline__ void split_query(unsigned (&q)[16], unsigned& scales, const uint4 (&raw)[2][2], const Lane& t) {
+  unsigned bytes[2] = {};
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const unsigned w[4] = {raw[h][k].x, raw[h][k].y, raw[h][k].z, raw[h][k].w};
+      __nv_bfloat162 pair = as_bf16x2(0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pair = __hmax2(pair, __habs2(as_bf16x2(w[i])));
+      float most = fmaxf(__low2float(pair), __high2float(pair));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      // the smallest power of two that brings it to 448 or below; an infinity makes the block NaN
+      const int bits = __float_as_uint(most) >> 16, exponent = max((bits >> 7) - 127 - ((bits & 0x7f) > 0x60 ? 7 : 8), -120);
+      const float factor = __uint_as_float(static_cast<unsigned>(127 - exponent) << 23);
+      bytes[h] |= (bits >= 0x7f80 ? 0xffffu : static_cast<unsigned>(exponent + 127) | static_cast<unsigned>(exponent + 123) << 8) << (16 * k);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float x[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) x[n] = __uint_as_float(n & 1 ? w[2 * i + n / 2] & 0xffff0000u : w[2 * i + n / 2] << 16) * factor;
+        const unsigned upper = narrow(x);
+        const unsigned low = widen_low(upper), high = widen_high(upper);
+        const float2 u0 = __half22float2(*reinterpret_cast<const __half2*>(&low)), u1 = __half22float2(*reinterpret_cast<const __half2*>(&high));
+        const float rest[4] = {(x[0] - u0.x) * 16.f, (x[1] - u0.y) * 16.f, (x[2] - u1.x) * 16.f, (x[3] - u1.y) * 16.f};
+        q[8 * k + 2 * i + h] = upper;
+        q[8 * k + 4 + 2 * i + h] = narrow(rest);
+      }
+    }
+  scales = t.c & 1 ? bytes[1] : bytes[0];
+}
+
 // The block's barrier, also where warps reach it in different code.
 __device__ __forceinline__ void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
 __device__ __forceinline__ bool barrier_any(bool mine) {
@@ -337,161 +501,254 @@ __device__ __forceinline__ unsigned multiply_f16(unsigned a, unsigned b) {
   return *reinterpret_cast<const unsigned*>(&r);
 }
 
-// The block's tiles, for a warp of one value group; kRope: the last one. `look_up` and `list` keep the list of tokens filled.
-//
-// Two barriers a tile. Behind the first, warp w adds the eight shares of the scores of rows w and w + 8 and makes their
-// probabilities. Behind the second, every warp multiplies its group's values of this tile and makes its share of the next
-// tile's scores; the two do not depend on each other and fill each other's latencies.
-template <bool kRope>
-struct Attend {
-  Smem& sm;
-  const Lane& t;
-  const unsigned (&q)[16];
-  float (&o)[8][4];
+// The shape of a step: 16 heads x two tiles, or 32 heads x one. In both, eight slots of 16 heads x 8 tokens.
+template <int kHeadTiles>
+struct Step {
+  static constexpr int kSpan = kHeadTiles == 1 ? 2 : 1;     // tiles
+  static constexpr int kAhead = kRing / kSpan - 1;          // steps that travel while one is computed
+  static constexpr int kSlots = kHeadTiles == 1 ? 4 : 2;    // groups of 8 tokens that a warp makes scores of
+};
+
+// What a warp carries from step to step: its group's output sums, and of the two rows that a lane's probabilities belong to
+// (w and w + 8 of the head tile) the softmax's reference and this lane's part of its sum.
+template <int kHeadTiles>
+struct State {
+  float o[kHeadTiles][8][4] = {};
+  float top[2] = {kNothing, kNothing}, sum[2] = {};
   int largest_scale = -1000;
+};
 
-  // lane n takes care of token n's scale: at column quad n & 3 for low columns, crosswise for high ones
-  __device__ __forceinline__ int quad() const { return t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3; }
-  __device__ __forceinline__ int place() const { return 2 * (t.lane >> 3) + (t.lane >> 2 & 1); }
-
-  // The scores of a tile over this warp's dimensions, before their scales.
-  __device__ __forceinline__ int begin_scores(float (&s)[4][4], int stage) {
-    int byte = 0;
-    if constexpr (!kRope) {
-      byte = sm.scales[stage][t.lane * kScaleBytes + t.warp];
-      // 2^(byte - 127); 2^-127 becomes 0 here, which no score can tell; 255 is NaN and makes its token's scores NaN
-      sm.score_factor[t.warp][quad()][place()] = __uint_as_float(byte == 255 ? 0x7fffffffu : static_cast<unsigned>(byte) << 23);
+// Goes through the block's tiles. Three barriers a step: before the scores its rows have to be there for all warps; behind
+// the scores warp w adds the four shares of rows w and w + 8 and makes their probabilities; behind these every warp multiplies
+// its group's values. `look_up` and `list` keep the list of tokens filled; `last` is called once, when half of the ring
+// (16 heads) or all of it (32) is not needed any more.
+template <bool kScaled, int kHeadTiles, class LookUp, class List, class Last>
+__device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHeadTiles>& q, State<kHeadTiles>& state,
+                                       const float (&row_scale)[2], int count, int base, const Gather& gather,
+                                       LookUp look_up, List list, Last last) {
+  using S = Step<kHeadTiles>;
+  const int steps = (count + S::kSpan - 1) / S::kSpan, quarter = t.warp >> 1, half = t.warp & 1;
+  // lane n takes care of token n's value scale: at column quad n & 3 for low columns, crosswise for high ones
+  const int quad = t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3, place = 2 * (t.lane >> 3) + (t.lane >> 2 & 1);
+  // this lane's part of the softmax: columns 2c and 2c + 1 of a slot
+  const int slot = t.lane >> 2, head_tile = kHeadTiles == 1 ? 0 : slot >> 2;
+  float(&o)[kHeadTiles][8][4] = state.o;
+  float(&top)[2] = state.top;
+  int index = -1;
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    const int tile = i * S::kSpan;
+    auto stage_of = [&](int n) { return (tile + n + base) & (kRing - 1); };
+    if (kHeadTiles == 1 && i == steps - 1) last();
+    // the rows of the step before are free
+    if (i > 0) {
+#pragma unroll
+      for (int n = 0; n < S::kSpan; ++n) {
+        const int next = tile + S::kAhead * S::kSpan + n;
+        if (next < count) gather(next, stage_of(S::kAhead * S::kSpan + n));
+      }
+      copy_commit();
     }
-    const int chunk0 = 4 * t.warp;
-    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[0]), q, sm.raw[stage], t, chunk0);
-    scores<kRope>(*reinterpret_cast<float(*)[2][4]>(&s[2]), q, sm.raw[stage] + 16 * kRowBytes, t, chunk0);
-    return byte;
-  }
+    // every fourth tile four more are listed: looked up here, written behind the barriers that follow the rows' last use
+    const bool refill = t.warp < 4 && (tile & 3) == 0 && tile + kListed < count;
+    if (refill) index = look_up(sm.work, tile + kListed);
 
-  // Scales them, hands them over, and prepares the scales of the tile's values.
-  __device__ __forceinline__ void end_scores(float (&s)[4][4], int byte, int parity) {
-    if constexpr (!kRope) {
-      if (__any_sync(~0u, byte > largest_scale + kScaleSlack)) {
-        const int found = __reduce_max_sync(~0u, byte == 255 ? 0 : byte);
-        if (found > largest_scale) {
-          const float alpha = exp2_fast(static_cast<float>(largest_scale - found));
+    // --- scores ---
+    const int own = S::kSpan == 2 ? half : 0;  // this warp's tile of the step
+    if (S::kSpan == 1 || tile + own < count) {
+      const int skip = S::kSpan == 2 ? 0 : 16 * half;
+      const unsigned char* tokens = sm.raw[stage_of(own)] + skip * kRowBytes;
+      const unsigned char* scale = sm.scales[stage_of(own)] + skip * kScaleBytes + 2 * quarter;
+      float a[kHeadTiles][S::kSlots][4], b[kHeadTiles][S::kSlots][4];
+      if constexpr (kScaled) {
+        if (quarter < 3) {
+          scores_scaled<false>(a, q, tokens, scale, t, 8 * quarter);
+        } else {
+          scores_scaled<true>(a, q, tokens, scale, t, 8 * quarter);
+        }
+      } else {
+        unsigned pairs[S::kSlots][2];
+  #pragma unroll
+        for (int n = 0; n < S::kSlots; ++n) {
+          pairs[n][0] = *reinterpret_cast<const unsigned short*>(scale + (8 * n + t.c) * kScaleBytes);
+          pairs[n][1] = *reinterpret_cast<const unsigned short*>(scale + (8 * n + 4 + (t.c ^ 1)) * kScaleBytes);
+        }
+        // 2^(byte - 127) times 1 + 2^-23, which all tokens share; so 255 is NaN, and 2^-127 becomes 0, which no score can tell
+        auto low = [](unsigned v) { return __uint_as_float((v << 23 & 0x7f800000u) | 1u); };
+        auto high = [](unsigned v) { return __uint_as_float((v << 15 & 0x7f800000u) | 1u); };
+        if (quarter < 3) {
+          scores<false>(a, b, q, tokens, t, 8 * quarter);
+  #pragma unroll
+          for (int n = 0; n < S::kSlots; ++n)
+  #pragma unroll
+            for (int k = 0; k < 4; ++k)
+  #pragma unroll
+              for (int m = 0; m < kHeadTiles; ++m) a[m][n][k] = a[m][n][k] * low(pairs[n][k & 1]) + b[m][n][k] * high(pairs[n][k & 1]);
+        } else {
+          scores<true>(a, b, q, tokens, t, 8 * quarter);
+  #pragma unroll
+          for (int n = 0; n < S::kSlots; ++n)
+  #pragma unroll
+            for (int k = 0; k < 4; ++k)
+  #pragma unroll
+              for (int m = 0; m < kHeadTiles; ++m) a[m][n][k] = a[m][n][k] * low(pairs[n][k & 1]) + b[m][n][k];
+        }
+      }
+      // turned by 64 bytes from slot to slot, so that the reads below touch all banks
 #pragma unroll
-          for (int n = 0; n < 8; ++n)
+      for (int m = 0; m < kHeadTiles; ++m)
 #pragma unroll
-            for (int k = 0; k < 4; ++k) o[n][k] *= alpha;
-          largest_scale = found;
+        for (int n = 0; n < S::kSlots; ++n) {
+          const int to = 4 * (S::kSpan == 2 ? half : m) + (S::kSpan == 2 ? n : 2 * half + n);
+          sm.exchange[quarter][to][(t.lane + 4 * to) & 31] = make_float4(a[m][n][0], a[m][n][1], a[m][n][2], a[m][n][3]);
+        }
+    }
+    // the scales of this warp's values
+    if (t.warp < 7) {
+      int byte[S::kSpan];
+      bool above = false;
+#pragma unroll
+      for (int n = 0; n < S::kSpan; ++n) {
+        byte[n] = tile + n < count ? sm.scales[stage_of(n)][t.lane * kScaleBytes + t.warp] : 0;
+        above |= byte[n] > state.largest_scale + kScaleSlack;
+      }
+      if (__any_sync(~0u, above)) {
+        int most = 0;
+#pragma unroll
+        for (int n = 0; n < S::kSpan; ++n) most = max(most, byte[n] == 255 ? 0 : byte[n]);
+        most = __reduce_max_sync(~0u, most);
+        if (most > state.largest_scale) {
+          const float alpha = exp2_fast(static_cast<float>(state.largest_scale - most));
+#pragma unroll
+          for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < 8; ++n)
+#pragma unroll
+              for (int k = 0; k < 4; ++k) o[m][n][k] *= alpha;
+          state.largest_scale = most;
         }
       }
       // 2^(byte - largest + lift) in f16, 0 below 2^-14
-      sm.value_factor[parity][t.warp][quad()][place()] =
-          static_cast<unsigned short>(min(max(byte - largest_scale + kLift + 15, 0), 30) << 10);
-      __syncwarp();
-      const float4* factors = reinterpret_cast<const float4*>(sm.score_factor[t.warp][t.c]);
-      const float4 f0 = factors[0], f1 = factors[1];
-      const float f[8] = {f0.x, f0.y, f0.z, f0.w, f1.x, f1.y, f1.z, f1.w};
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) s[n][k] *= f[2 * n + (k & 1)];
+      for (int n = 0; n < S::kSpan; ++n)
+        sm.value_factor[t.warp][quad][place + 8 * n] =
+            static_cast<unsigned short>(min(max(byte[n] - state.largest_scale + kLift + 15, 0), 30) << 10);
     }
-    // turned by 64 bytes from tile to tile of 8, so that the reads below touch all banks
-#pragma unroll
-    for (int n = 0; n < 4; ++n) sm.exchange[t.warp][n][(t.lane + 4 * n) & 31] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
-  }
+    barrier();
 
-  template <class LookUp, class List>
-  __device__ __forceinline__ void run(int count, LookUp look_up, List list) {
-    const int chunk0 = 4 * t.warp;
-    // this lane's part of the softmax: row warp + 8 (lane & 1), columns 2c and 2c + 1 of tokens 8j ... 8j + 7
-    const int h = t.lane & 1, c = t.lane >> 1 & 3, j = t.lane >> 3;
-    float top = kNothing, sum = 0.f;
-    int index = -1;
-    // i modulo kStages, and the stages before and behind it
-    int now = 0, before = kStages - 1, next = 1;
-    if (count > 0) {
-      float s[4][4];
-      const int byte = begin_scores(s, 0);
-      end_scores(s, byte, 0);
+    // --- probabilities ---
+    float4 x;
+    {
+      float4 w[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) w[n] = sm.exchange[n][slot][(4 * t.warp + t.c + 4 * slot) & 31];
+      x.x = (w[0].x + w[1].x) + (w[2].x + w[3].x);
+      x.y = (w[0].y + w[1].y) + (w[2].y + w[3].y);
+      x.z = (w[0].z + w[1].z) + (w[2].z + w[3].z);
+      x.w = (w[0].w + w[1].w) + (w[2].w + w[3].w);
     }
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      barrier();
-      float2 x;
-      {
-        float2 w[kWarps];
+    const int listed = S::kSpan == 2 ? tile + (slot >> 2) : tile;
+    const unsigned valid = listed < count ? sm.valid[listed % (2 * kListed)] >> (8 * (slot & 3)) : 0;
+    const bool low = valid >> t.c & 1, high = valid >> (4 + (t.c ^ 1)) & 1;
+    x.x = low ? x.x * row_scale[0] : -INFINITY;
+    x.y = high ? x.y * row_scale[0] : -INFINITY;
+    x.z = low ? x.z * row_scale[1] : -INFINITY;
+    x.w = high ? x.w * row_scale[1] : -INFINITY;
+    float m0 = fmaxf(x.x, x.y), m1 = fmaxf(x.z, x.w), alpha0 = 1.f, alpha1 = 1.f;
+    const bool moved = __any_sync(~0u, m0 > top[0] + kScoreSlack || m1 > top[1] + kScoreSlack);
+    if (moved) {
 #pragma unroll
-        for (int n = 0; n < kWarps; ++n) w[n] = reinterpret_cast<const float2*>(&sm.exchange[n][j][(4 * t.warp + c + 4 * j) & 31])[h];
-        x.x = ((w[0].x + w[1].x) + (w[2].x + w[3].x)) + ((w[4].x + w[5].x) + (w[6].x + w[7].x));
-        x.y = ((w[0].y + w[1].y) + (w[2].y + w[3].y)) + ((w[4].y + w[5].y) + (w[6].y + w[7].y));
+      for (int d = 1; d < (kHeadTiles == 1 ? 32 : 16); d *= 2) {
+        m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, d));
+        m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, d));
       }
-      const float scale_log2 = sm.scale_log2[t.warp + 8 * h];
-      const unsigned valid = sm.valid[i % (2 * kListed)];
-      x.x = valid >> (8 * j + c) & 1 ? x.x * scale_log2 : -INFINITY;
-      x.y = valid >> (8 * j + 4 + (c ^ 1)) & 1 ? x.y * scale_log2 : -INFINITY;
-      float alpha = 1.f;
-      const bool moved = __any_sync(~0u, fmaxf(x.x, x.y) > top + kScoreSlack);
-      if (moved) {
-        float m = fmaxf(x.x, x.y);
+      if (m0 > top[0] + kScoreSlack) {
+        alpha0 = exp2_fast(top[0] - m0);
+        top[0] = m0;
+      }
+      if (m1 > top[1] + kScoreSlack) {
+        alpha1 = exp2_fast(top[1] - m1);
+        top[1] = m1;
+      }
+    }
+    x.x = exp2_fast(x.x - top[0]);
+    x.y = exp2_fast(x.y - top[0]);
+    x.z = exp2_fast(x.z - top[1]);
+    x.w = exp2_fast(x.w - top[1]);
+    state.sum[0] = state.sum[0] * alpha0 + (x.x + x.y);
+    state.sum[1] = state.sum[1] * alpha1 + (x.z + x.w);
+    {
+      const int fragment = slot >> 1, at = (4 * t.warp + t.c + 4 * fragment) & 31;
+      reinterpret_cast<uint2*>(&sm.prob_f16[fragment][at])[slot & 1] = make_uint2(pack<false>(x.x, x.y), pack<false>(x.z, x.w));
+      reinterpret_cast<uint2*>(&sm.prob_bf16[fragment][at])[slot & 1] = make_uint2(pack<true>(x.x, x.y), pack<true>(x.z, x.w));
+    }
+    if ((t.lane & (kHeadTiles == 1 ? 31 : 15)) == 0) {
+      sm.alpha[16 * head_tile + t.warp] = alpha0;
+      sm.alpha[16 * head_tile + t.warp + 8] = alpha1;
+    }
+    if (barrier_any(moved)) {
 #pragma unroll
-        for (int d = 2; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-        if (m > top + kScoreSlack) {
-          alpha = exp2_fast(top - m);
-          top = m;
-          sum *= alpha;
-        }
-      }
-      x.x = exp2_fast(x.x - top);
-      x.y = exp2_fast(x.y - top);
-      sum += x.x + x.y;
-      const int to = 2 * (j & 1) + h;
-      reinterpret_cast<unsigned*>(&sm.prob_f16[j >> 1][4 * t.warp + c])[to] = pack<false>(x.x, x.y);
-      reinterpret_cast<unsigned*>(&sm.prob_bf16[j >> 1][4 * t.warp + c])[to] = pack<true>(x.x, x.y);
-      if (t.lane < 2) sm.alpha[t.warp + 8 * h] = alpha;
-      // the next tile's rows have to be there for all warps behind the barrier
-      copy_wait<kStages - 3>();
-      if (barrier_any(moved)) {
-        const float shrink[2] = {sm.alpha[t.g], sm.alpha[t.g + 8]};
+      for (int m = 0; m < kHeadTiles; ++m) {
+        const float shrink[2] = {sm.alpha[16 * m + t.g], sm.alpha[16 * m + t.g + 8]};
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
-          for (int k = 0; k < 4; ++k) o[n][k] *= shrink[k >> 1];
+          for (int k = 0; k < 4; ++k) o[m][n][k] *= shrink[k >> 1];
       }
-      // every warp has left the last tile's values behind since the first barrier: its stage is free
-      if (i + kStages - 1 < count) gather(sm, t, i + kStages - 1, before);
-      copy_commit();
-      // every fourth tile four more are listed: looked up at one tile, written at the next
-      if (!kRope && t.warp < 4 && i + kListed - 2 < count) {
-        if (i % 4 == 1) index = look_up(sm.work, i - 1 + kListed);
-        if (i % 4 == 2) list(sm.work, i - 2 + kListed, index);
-      }
-      // past the end: a stage that holds something old, and nobody reads the result
-      float s[4][4];
-      const int byte = begin_scores(s, next);
-      uint4 f = make_uint4(0, 0, 0, 0);
-      if constexpr (!kRope) f = *reinterpret_cast<const uint4*>(sm.value_factor[i & 1][t.warp][t.c]);
+    }
+
+    // --- values ---
+    if (refill) list(sm.work, tile + kListed, index);
+    // rows that were never gathered may hold NaN
+    const bool whole = S::kSpan == 1 || tile + 1 < count;
+    auto fragments = [&](unsigned(&p)[kHeadTiles][4], const uint4(*from)[32], int s) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint4 v = kRope ? sm.prob_bf16[k][t.lane] : sm.prob_f16[k][t.lane];
-        unsigned p[4] = {v.x, v.y, v.z, v.w};
-        if constexpr (!kRope) {
-          const unsigned f0 = k ? f.z : f.x, f1 = k ? f.w : f.y;
-          p[0] = multiply_f16(p[0], f0), p[1] = multiply_f16(p[1], f0), p[2] = multiply_f16(p[2], f1), p[3] = multiply_f16(p[3], f1);
+      for (int m = 0; m < kHeadTiles; ++m) {
+        const int fragment = kHeadTiles == 1 ? s : 2 * m + s;
+        const uint4 v = from[fragment][(t.lane + 4 * fragment) & 31];
+        p[m][0] = v.x, p[m][1] = v.y, p[m][2] = v.z, p[m][3] = v.w;
+      }
+    };
+    auto tokens_of = [&](int s) { return sm.raw[stage_of(s >> 1)] + 16 * (s & 1) * kRowBytes; };
+    if (t.warp < 7) {
+      Values v[2 * S::kSpan];
+#pragma unroll
+      for (int s = 0; s < 2 * S::kSpan; ++s) v[s] = load_values(tokens_of(s), t);
+      const uint4* factors = reinterpret_cast<const uint4*>(sm.value_factor[t.warp][t.c]);
+#pragma unroll
+      for (int s = 0; s < 2 * S::kSpan; ++s) {
+        if (s == 2 && !whole) break;
+        unsigned p[kHeadTiles][4];
+        fragments(p, sm.prob_f16, s);
+        const uint4 f = factors[s >> 1];
+        const unsigned f0 = s & 1 ? f.z : f.x, f1 = s & 1 ? f.w : f.y;
+#pragma unroll
+        for (int m = 0; m < kHeadTiles; ++m) {
+          p[m][0] = multiply_f16(p[m][0], f0), p[m][1] = multiply_f16(p[m][1], f0);
+          p[m][2] = multiply_f16(p[m][2], f1), p[m][3] = multiply_f16(p[m][3], f1);
         }
-        values<kRope>(o, p, sm.raw[now] + 16 * k * kRowBytes, t, chunk0);
+        multiply(o, p, v[s]);
       }
-      if (i + 1 < count) end_scores(s, byte, (i + 1) & 1);
-      before = now, now = next;
-      next = next == kStages - 1 ? 0 : next + 1;
-    }
+    } else {
 #pragma unroll
-    for (int d = 2; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    if (t.lane < 2) {
-      sm.top[t.warp + 8 * h] = top;
-      sm.sum[t.warp + 8 * h] = sum;
+      for (int s = 0; s < 2 * S::kSpan; ++s) {
+        if (s == 2 && !whole) break;
+        unsigned p[kHeadTiles][4];
+        fragments(p, sm.prob_bf16, s);
+        multiply_rope(o, p, tokens_of(s), t);
+      }
     }
-    if (t.lane == 0) sm.shift[t.warp] = kRope ? 0.f : static_cast<float>(largest_scale - 127 - kLift);
+    if (i + 1 < steps) {
+      copy_wait<S::kAhead - 1>();
+      barrier();
+    }
   }
-};
+#pragma unroll
+  for (int d = 1; d < (kHeadTiles == 1 ? 32 : 16); d *= 2) {
+    state.sum[0] += __shfl_xor_sync(~0u, state.sum[0], d);
+    state.sum[1] += __shfl_xor_sync(~0u, state.sum[1], d);
+  }
+}
 
 __device__ __forceinline__ float4 weighted(float4 acc, float w, float4 v) {
   return make_float4(acc.x + w * v.x, acc.y + w * v.y, acc.z + w * v.z, acc.w + w * v.w);
@@ -514,11 +771,31 @@ __device__ __forceinline__ void store_output(const Params& p, float4 v, int row,
   *reinterpret_cast<uint2*>(p.out + row * p.out_row + head * p.out_head + dim) = packed;
 }
 
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ unsigned peer_address(unsigned mine, int rank) {
+  unsigned r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(mine), "r"(rank));
+  return r;
+}
+// Stores into a peer's shared memory that count on the peer's mbarrier.
+__device__ __forceinline__ void push(unsigned to, unsigned barrier, float4 v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void push(unsigned to, unsigned barrier, float v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "f"(v), "r"(barrier) : "memory");
+}
+
 // The blocks of a cluster share a unit of work.
-template <int kCluster>
-__global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(const __grid_constant__ Params p) {
+// kScaled: scores by block-scaled mma.
+template <bool kScaled, int kCluster, int kHeadTiles>
+__device__ __forceinline__ void decode(const Params& p) {
   extern __shared__ __align__(128) unsigned char memory[];
   Smem& sm = *reinterpret_cast<Smem*>(memory);
+  constexpr int kHeads = 16 * kHeadTiles;
   Lane t;
   t.lane = threadIdx.x & 31;
   // broadcast, so that the compiler knows it uniform
@@ -526,7 +803,7 @@ __global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(co
   t.g = t.lane >> 2;
   t.c = t.lane & 3;
   const int rank = kCluster == 1 ? 0 : blockIdx.x % kCluster;
-  const int head0 = 16 * blockIdx.y;
+  const int head0 = kHeads * blockIdx.y;
   const long long unit = blockIdx.x / kCluster;
 
   // Without a plan a unit is a row, and taken for full until its lengths are known: its first indices travel meanwhile.
@@ -578,17 +855,35 @@ __global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(co
   int index = look_up(work, 0);
   int actual0 = load_or(p.scope[0].lengths == nullptr ? nullptr : p.scope[0].lengths + row, p.scope[0].width);
   int actual1 = load_or(p.scope[1].lengths == nullptr ? nullptr : p.scope[1].lengths + row, p.scope[1].width);
-  const int sink_head = head0 + threadIdx.x % 16;
+  const int sink_head = head0 + threadIdx.x % kHeads;
   const int sink = load_or(reinterpret_cast<const int*>(p.sink == nullptr || sink_head >= p.heads ? nullptr : p.sink + sink_head),
                            __float_as_int(-INFINITY));
 
-  uint4 raw[2][2];
+  const int quarter = t.warp >> 1;
+  uint4 raw[kHeadTiles][2][2][2];  // [head tile][group of the quarter][row half][16 bytes]
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int head = head0 + t.g + 8 * h;
-    const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head + 64 * t.warp : nullptr;
-    raw[h][0] = load_query(from, t.warp < 7 ? 16 * t.c : 8 * t.c);
-    raw[h][1] = load_query(from, t.warp < 7 ? 16 * t.c + 8 : 8 * t.c + 32);
+  for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int head = head0 + 16 * m + t.g + 8 * h;
+      const __nv_bfloat16* from = head < p.heads ? p.q + row * p.q_row + head * p.q_head + 128 * quarter : nullptr;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const bool rope = k == 1 && quarter == 3;
+        raw[m][k][h][0] = load_query(from, 64 * k + (rope ? 8 * t.c : 16 * t.c));
+        raw[m][k][h][1] = load_query(from, 64 * k + (rope ? 8 * t.c + 32 : 16 * t.c + 8));
+      }
+    }
+  // the slices: units of 64 pieces of 4 sums each, dealt out to the blocks in turn
+  constexpr int kUnits = 32 * kHeadTiles, kMost = (kUnits + kCluster - 1) / kCluster;
+  const int mine = (kUnits - rank + kCluster - 1) / kCluster;
+  float4* received = reinterpret_cast<float4*>(&sm.raw[0][0]);
+  Side<kHeadTiles>* sides = reinterpret_cast<Side<kHeadTiles>*>(&sm.row_at[0][0]);
+  static_assert(kCluster * kMost * 1024 <= sizeof(Smem::raw) / (kHeadTiles == 1 ? 2 : 1), "sums of the cluster's blocks reuse the ring");
+  const unsigned arrived = smem_address(&sm.arrived);
+  if (kCluster > 1 && threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(arrived) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   actual0 = min(max(actual0, 0), p.scope[0].width), actual1 = min(max(actual1, 0), p.scope[1].width);
   if (actual0 != length0 || actual1 != length1) {
@@ -601,106 +896,141 @@ __global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(co
     index = look_up(work, 0);
   }
   list(work, 0, index);
-  if (threadIdx.x < 16) sm.sink_log2[threadIdx.x] = __int_as_float(sink) * kLog2e;
+  if (threadIdx.x < kHeads) sm.sink_log2[threadIdx.x] = __int_as_float(sink) * kLog2e;
   if (threadIdx.x == 0) sm.work = work;
   const int count = work.count;
+  // With 16 heads the last step lies in the ring's second half: the first one then receives.
+  const int base = kHeadTiles == 1 ? (count + 1 & 2) : 0;
+  const Gather gather(sm, t);
   barrier();
+  if (kCluster > 1 && threadIdx.x == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
+                 "r"(kCluster * (mine * 1024 + static_cast<int>(sizeof(Side<kHeadTiles>))))
+                 : "memory");
+  }
 #pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) {
-    if (i < count) gather(sm, t, i, i);
+  for (int j = 0; j < kRing; ++j) {
+    if (j < count) gather(j, (j + base) & (kRing - 1));
     // an empty group keeps the count of groups
-    copy_commit();
+    if (kHeadTiles == 2 || (j & 1)) copy_commit();
   }
 
   // Query fragments, while the first tiles travel.
+  Query<kHeadTiles> q;
+  float row_scale[2];  // of the rows whose softmax this lane works on: what scores are multiplied by
+  if constexpr (kScaled) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float m = largest(raw[h]);
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    if (t.c == 0) sm.query_top[t.warp][t.g + 8 * h] = m;
-  }
-  barrier();
-  unsigned q[16];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float m = 0.f, own = 0.f;
-#pragma unroll
-    for (int n = 0; n < kWarps; ++n) {
-      m = fmaxf(m, sm.query_top[n][t.g + 8 * h]);
-      own = fmaxf(own, sm.query_top[n][t.warp + 8 * h]);
+    for (int m = 0; m < kHeadTiles; ++m) {
+      split_query(q.part[m][0], q.scales[m][0], raw[m][0], t);
+      if (quarter < 3) {
+        split_query(q.part[m][1], q.scales[m][1], raw[m][1], t);
+      } else {
+        query_fragments<true>(q.part[m][1], raw[m][1][0], as_bf16x2(0x3f803f80u), 0);
+        query_fragments<true>(q.part[m][1], raw[m][1][1], as_bf16x2(0x3f803f80u), 1);
+      }
     }
+    row_scale[0] = row_scale[1] = p.scale_log2;
+  } else {
+    // the exchange is not in use yet
+    float(*query_top)[kHeads] = reinterpret_cast<float(*)[kHeads]>(&sm.exchange[0][0][0]);
+#pragma unroll
+    for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float v = fmaxf(largest(raw[m][0][h]), largest(raw[m][1][h]));
+        v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+        v = fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+        if (t.c == 0 && t.warp % 2 == 0) query_top[quarter][16 * m + t.g + 8 * h] = v;
+      }
+    barrier();
     // zeros, infinities and the far ends keep the factor a normal number; an infinity stays one
-    auto exponent = [](float v) { return min(max(static_cast<int>(__float_as_uint(v) >> 23) - 127, -100), 100); };
-    const __nv_bfloat162 factor = as_bf16x2(static_cast<unsigned>(11 - exponent(m) + 127) * 0x00800080u);
-    if (t.warp < 7) {
-      query_fragments<false>(q, raw[h], factor, h);
-    } else {
-      query_fragments<true>(q, raw[h], factor, h);
-    }
-    // of the rows whose softmax this warp works on
-    if (t.lane == 0) sm.scale_log2[t.warp + 8 * h] = p.scale_log2 * __uint_as_float(static_cast<unsigned>(exponent(own) - 11 + 127) << 23);
+    auto exponent_of = [&](int r) {
+      float v = 0.f;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) v = fmaxf(v, query_top[n][r]);
+      return min(max(static_cast<int>(__float_as_uint(v) >> 23) - 127, -100), 100);
+    };
+#pragma unroll
+    for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const __nv_bfloat162 factor = as_bf16x2(static_cast<unsigned>(11 - exponent_of(16 * m + t.g + 8 * h) + 127) * 0x00800080u);
+        query_fragments<false>(q.part[m][0], raw[m][0][h], factor, h);
+        if (quarter < 3) {
+          query_fragments<false>(q.part[m][1], raw[m][1][h], factor, h);
+        } else {
+          query_fragments<true>(q.part[m][1], raw[m][1][h], factor, h);
+        }
+      }
+    // what the query was multiplied by taken out again
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      row_scale[h] = p.scale_log2 *
+                     __uint_as_float(static_cast<unsigned>(exponent_of((kHeadTiles == 1 ? 0 : t.lane & 16) + t.warp + 8 * h) - 11 + 127) << 23);
   }
 
-  float o[8][4] = {};
-  copy_wait<kStages - 2>();
+  State<kHeadTiles> state;
+  copy_wait<Step<kHeadTiles>::kAhead>();
   barrier();
-  if (t.warp < 7) {
-    Attend<false>{sm, t, q, o}.run(count, look_up, list);
-  } else {
-    Attend<true>{sm, t, q, o}.run(count, look_up, list);
-  }
-  copy_wait<0>();
+  if (kCluster > 1 && kHeadTiles == 1 && count == 0) cluster_arrive();
+  attend<kScaled, kHeadTiles>(sm, t, q, state, row_scale, count, base, gather, look_up, list, [] {
+    if constexpr (kCluster > 1 && kHeadTiles == 1) cluster_arrive();
+  });
 
   // --- merge ---------------------------------------------------------------------------------------------------------
-  // Sums in fragment order: [group][2 rows x 4 pieces of 4 dimensions][lane]. Piece k of lane (g, c) and half h holds head
-  // g + 8 h and dimensions 16 c + 4 k ... + 3 of the group.
-  barrier();
-  float4* sums = reinterpret_cast<float4*>(&sm.raw[0][0]);
+  // Sums in fragment order: [head tile][group][2 rows x 4 pieces of 4 dimensions][lane]. Piece k of lane (g, c) and half h
+  // holds head g + 8 h and dimensions 16 c + 4 k ... + 3 of the group.
+  if constexpr (kHeadTiles == 2 || kCluster == 1) barrier();
+  if constexpr (kCluster > 1) {
+    if constexpr (kHeadTiles == 2) cluster_arrive();
+    cluster_wait();
+  }
+  const float shift = t.warp < 7 ? static_cast<float>(state.largest_scale - 127 - kLift) : 0.f;
+  const float4 softmax = make_float4(state.top[0], state.sum[0], state.top[1], state.sum[1]);
+  if constexpr (kCluster == 1) {
+    if (t.lane % 16 == 0 && t.lane < 16 * kHeadTiles) sides->rows[t.lane >> 4][t.warp] = softmax;
+    if (t.lane == 0) sides->shift[t.warp] = shift;
+  } else if (t.lane % 16 < kCluster && t.lane < 16 * kHeadTiles) {
+    const unsigned to = peer_address(smem_address(&sides[rank].rows[t.lane >> 4][t.warp]), t.lane % 16);
+    const unsigned counter = peer_address(arrived, t.lane % 16);
+    push(to, counter, softmax);
+    if (t.lane < 16) push(peer_address(smem_address(&sides[rank].shift[t.warp]), t.lane), counter, shift);
+  }
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+  for (int m = 0; m < kHeadTiles; ++m)
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int n = 4 * (k & 1), r = 2 * h + (k >> 1);
-      sums[(t.warp * 8 + 4 * h + k) * 32 + t.lane] = make_float4(o[n][r], o[n + 1][r], o[n + 2][r], o[n + 3][r]);
+    for (int j = 0; j < 8; ++j) {
+      const int n = 4 * (j & 1), r = 2 * (j >> 2) + (j >> 1 & 1), u = 4 * (8 * m + t.warp) + (j >> 1);
+      const float4 v = make_float4(state.o[m][n][r], state.o[m][n + 1][r], state.o[m][n + 2][r], state.o[m][n + 3][r]);
+      float4* to = received + (rank * kMost + u / kCluster) * 64 + 32 * (j & 1) + t.lane;
+      if constexpr (kCluster == 1) {
+        *to = v;
+      } else {
+        push(peer_address(smem_address(to), u % kCluster), peer_address(arrived, u % kCluster), v);
+      }
     }
+  row = sm.work.row, part = sm.work.part, parts = sm.work.parts, slot = sm.work.slot;
   if constexpr (kCluster == 1) {
     __syncthreads();
   } else {
-    cg::this_cluster().sync();
+    asm volatile("{ .reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\n@!p bra wait; }" ::"r"(arrived) : "memory");
   }
 
-  row = sm.work.row, part = sm.work.part, parts = sm.work.parts, slot = sm.work.slot;
-  // the same place in the memory of the cluster's block i
-  auto peer = [&](auto* mine, int i) {
-    if constexpr (kCluster == 1) {
-      return mine;
-    } else {
-      return cg::this_cluster().map_shared_rank(mine, i);
-    }
-  };
+  constexpr int kPairs = kGroups * kHeads;
   float* weights = reinterpret_cast<float*>(sm.exchange);
-  auto record = [&](int n) -> float* { return p.partial + ((slot + n) * gridDim.y + blockIdx.y) * kRecordFloats; };
+  auto record = [&](int n) -> float* { return p.partial + ((slot + n) * gridDim.y + blockIdx.y) * (kHeadTiles * kRecordFloats); };
   // each block keeps a copy of exponents and sums, so that a slice depends on blocks of its own rank alone
-  const int side = 16 * 512 + rank * kRecordSide;
-
-  constexpr int kPieces = 16 * 512 / 4;
-  constexpr int kShare = kPieces / (kCluster * kThreads);
-  auto piece_of = [&](int n) { return rank * kThreads + static_cast<int>(threadIdx.x) + n * kCluster * kThreads; };
-  // the first of this thread's pieces travels before its weights are known
-  float4 ahead[kCluster];
-#pragma unroll
-  for (int i = 0; i < kCluster; ++i) ahead[i] = *peer(sums + piece_of(0), i);
-
-  // one thread for each group and head
-  if (threadIdx.x < kGroups * 16) {
-    const int head = threadIdx.x % 16, group = threadIdx.x / 16;
+  const int side = kHeads * 512 + rank * (kHeadTiles * kRecordSide);
+  // one thread for each head and group
+  const int pair_head = 16 * (threadIdx.x >> 7) + threadIdx.x % 16, pair_group = threadIdx.x / 16 % kGroups;
+  if (threadIdx.x < kPairs) {
     float e[kCluster], m[kCluster], l[kCluster];
 #pragma unroll
     for (int i = 0; i < kCluster; ++i) {
-      m[i] = *peer(&sm.top[head], i);
-      l[i] = *peer(&sm.sum[head], i);
-      e[i] = m[i] + *peer(&sm.shift[group], i);
+      const float* rows = reinterpret_cast<const float*>(&sides[i].rows[pair_head >> 4][pair_head & 7]) + (pair_head >> 2 & 2);
+      m[i] = rows[0];
+      l[i] = rows[1];
+      e[i] = m[i] + sides[i].shift[pair_group];
     }
     float top = kNothing, softmax_top = kNothing, total = 0.f;
 #pragma unroll
@@ -709,34 +1039,37 @@ __global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(co
     for (int i = 0; i < kCluster; ++i) total += exp2_fast(m[i] - softmax_top) * l[i];
     float factor = 1.f;
     if (parts == 1) {
-      factor = finish(p, sm.sink_log2[head], row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
+      factor = finish(p, sm.sink_log2[pair_head], row, head0 + pair_head, top, softmax_top, total, rank == 0 && pair_group == 0);
     } else {
       float* to = record(part) + side;
-      to[threadIdx.x] = group == kGroups - 1 ? softmax_top : top;
-      if (group == 0) to[kGroups * 16 + head] = total;
+      to[threadIdx.x] = pair_group == kGroups - 1 ? softmax_top : top;
+      if (pair_group == 0) to[kPairs + pair_head] = total;
     }
 #pragma unroll
-    for (int i = 0; i < kCluster; ++i) weights[i * 128 + threadIdx.x] = exp2_fast(e[i] - top) * factor;
+    for (int i = 0; i < kCluster; ++i) weights[i * kPairs + threadIdx.x] = exp2_fast(e[i] - top) * factor;
   }
   __syncthreads();
+  // a piece of this block's slice: where in its list, where in fragment order, of which pair, head and dimension
+  struct Piece {
+    int at, pair, head, dim;
+  };
+  auto piece_of = [&](int n) -> Piece {
+    const int at = ((n >> 6) * kCluster + rank) * 64 + (n & 63), group = at >> 8 & 7, piece = at >> 5 & 7;
+    const int head = (at >> 2 & 7) + 8 * (piece >> 2), tile = at >> 11;
+    return {at, kGroups * 16 * tile + 16 * group + head, 16 * tile + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3)};
+  };
 #pragma unroll 1
-  for (int n = 0; n < kShare; ++n) {
-    const int at = piece_of(n), group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2);
+  for (int n = threadIdx.x; n < 64 * mine; n += kThreads) {
+    const Piece piece = piece_of(n);
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kCluster; ++i) v = weighted(v, weights[i * 128 + group * 16 + head], ahead[i]);
-    if (n + 1 < kShare) {
-#pragma unroll
-      for (int i = 0; i < kCluster; ++i) ahead[i] = *peer(sums + piece_of(n + 1), i);
-    }
+    for (int i = 0; i < kCluster; ++i) v = weighted(v, weights[i * kPairs + piece.pair], received[i * kMost * 64 + n]);
     if (parts == 1) {
-      store_output(p, v, row, head0 + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3));
+      store_output(p, v, row, head0 + piece.head, piece.dim);
     } else {
-      reinterpret_cast<float4*>(record(part))[at] = v;
+      reinterpret_cast<float4*>(record(part))[piece.at] = v;
     }
   }
-  // A block's shared memory has to outlive its peers' reads. Those are done: what is stored above needed their values.
-  if constexpr (kCluster > 1) asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
   if (parts == 1) return;
 
   __threadfence();
@@ -750,32 +1083,45 @@ __global__ void __launch_bounds__(kThreads, MLA_MIN_BLOCKS) sparse_mla_decode(co
   if (!sm.last) return;
   __threadfence();
   float* tops = weights;
-  float* factors = weights + 128;
-  if (threadIdx.x < kGroups * 16) {
-    const int head = threadIdx.x % 16, group = threadIdx.x / 16;
+  float* factors = weights + kPairs;
+  if (threadIdx.x < kPairs) {
     float top = kNothing, softmax_top = kNothing, total = 0.f;
+    const int softmax_at = side + kGroups * 16 * (pair_head >> 4) + (kGroups - 1) * 16 + pair_head % 16;
 #pragma unroll 8
     for (int i = 0; i < parts; ++i) {
       top = fmaxf(top, __ldcg(record(i) + side + threadIdx.x));
-      softmax_top = fmaxf(softmax_top, __ldcg(record(i) + side + (kGroups - 1) * 16 + head));
+      softmax_top = fmaxf(softmax_top, __ldcg(record(i) + softmax_at));
     }
 #pragma unroll 8
-    for (int i = 0; i < parts; ++i)
-      total += exp2_fast(__ldcg(record(i) + side + (kGroups - 1) * 16 + head) - softmax_top) * __ldcg(record(i) + side + kGroups * 16 + head);
+    for (int i = 0; i < parts; ++i) total += exp2_fast(__ldcg(record(i) + softmax_at) - softmax_top) * __ldcg(record(i) + side + kPairs + pair_head);
     tops[threadIdx.x] = top;
-    factors[threadIdx.x] = finish(p, sm.sink_log2[head], row, head0 + head, top, softmax_top, total, rank == 0 && group == 0);
+    factors[threadIdx.x] = finish(p, sm.sink_log2[pair_head], row, head0 + pair_head, top, softmax_top, total, rank == 0 && pair_group == 0);
   }
   __syncthreads();
 #pragma unroll 1
-  for (int n = 0; n < kShare; ++n) {
-    const int at = piece_of(n), group = at >> 8, piece = at >> 5 & 7, head = (at >> 2 & 7) + 8 * (piece >> 2), pair = group * 16 + head;
+  for (int n = threadIdx.x; n < 64 * mine; n += kThreads) {
+    const Piece piece = piece_of(n);
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
     for (int i = 0; i < parts; ++i)
-      v = weighted(v, exp2_fast(__ldcg(record(i) + side + pair) - tops[pair]), __ldcg(reinterpret_cast<const float4*>(record(i)) + at));
-    const float f = factors[pair];
-    store_output(p, make_float4(v.x * f, v.y * f, v.z * f, v.w * f), row, head0 + head, 64 * group + 16 * (at & 3) + 4 * (piece & 3));
+      v = weighted(v, exp2_fast(__ldcg(record(i) + side + piece.pair) - tops[piece.pair]),
+                   __ldcg(reinterpret_cast<const float4*>(record(i)) + piece.at));
+    const float f = factors[piece.pair];
+    store_output(p, make_float4(v.x * f, v.y * f, v.z * f, v.w * f), row, head0 + piece.head, piece.dim);
   }
+}
+
+template <int kCluster, int kHeadTiles>
+__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode(const __grid_constant__ Params p) {
+  decode<false, kCluster, kHeadTiles>(p);
+}
+
+// The launcher refuses it where it is empty.
+template <int kCluster>
+__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_scaled(const __grid_constant__ Params p) {
+#if DSV4_BLOCK_SCALING
+  decode<true, kCluster, 1>(p);
+#endif
 }
 
 // Divides the rows' tiles into at most `budget` units (budget >= rows): every row at least one, no unit more than the
@@ -860,58 +1206,94 @@ __global__ void __launch_bounds__(kPlanThreads) sparse_mla_plan(
     reinterpret_cast<int4*>(items)[2 * static_cast<long long>(i)] = make_int4(-1, 0, 0, 0);
 }
 
+template <bool kScaled, int kCluster, int kHeadTiles>
+constexpr auto kernel_of() {
+  if constexpr (kScaled) {
+    static_assert(kHeadTiles == 1, "block scaling is made for 16 heads a block");
+    return sparse_mla_decode_scaled<kCluster>;
+  } else {
+    return sparse_mla_decode<kCluster, kHeadTiles>;
+  }
+}
+
+// Calls `what` with the form as constants: scaled, cluster, head tiles. kBadArgument for one that does not exist.
+template <class What>
+int with_form(int cluster, int head_tiles, bool scaled, What what) {
+  using std::integral_constant;
+  switch (cluster) {
+#define DSV4_FORMS(size)                                                                                                      \
+  case size:                                                                                                                  \
+    if (scaled && head_tiles == 1) return what(std::true_type(), integral_constant<int, size>(), integral_constant<int, 1>());  \
+    if (!scaled && head_tiles == 1) return what(std::false_type(), integral_constant<int, size>(), integral_constant<int, 1>()); \
+    if (!scaled && head_tiles == 2) return what(std::false_type(), integral_constant<int, size>(), integral_constant<int, 2>()); \
+    return dsv4::kBadArgument;
+    DSV4_CLUSTERS(DSV4_FORMS)
+#undef DSV4_FORMS
+    default: return dsv4::kBadArgument;
+  }
+}
+
 // A launch's configuration; the attribute has to live as long.
-template <int kCluster>
-cudaLaunchConfig_t configuration(int units, int head_blocks, cudaStream_t stream, cudaLaunchAttribute& attribute) {
+cudaLaunchConfig_t configuration(int cluster, int units, int head_blocks, cudaStream_t stream, cudaLaunchAttribute& attribute) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(units) * kCluster, head_blocks);
+  config.gridDim = dim3(static_cast<unsigned>(units) * cluster, head_blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(Smem);
   config.stream = stream;
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.x = cluster;
   attribute.val.clusterDim.y = 1;
   attribute.val.clusterDim.z = 1;
   config.attrs = &attribute;
-  config.numAttrs = kCluster > 1 ? 1 : 0;
+  config.numAttrs = cluster > 1 ? 1 : 0;
   return config;
 }
 
-template <int kCluster>
-cudaError_t allow_shared_memory() {
+// Once for each kernel and device: allows the shared memory, and refuses a kernel that is empty on this architecture.
+template <bool kScaled, int kCluster, int kHeadTiles>
+cudaError_t prepare() {
   static bool ready[64] = {};
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess || (device < 64 && ready[device])) return error;
-  error = cudaFuncSetAttribute(sparse_mla_decode<kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+  constexpr auto kernel = kernel_of<kScaled, kCluster, kHeadTiles>();
+  if constexpr (kScaled) {
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error == cudaSuccess && attributes.binaryVersion < 120) error = cudaErrorNoKernelImageForDevice;
+    if (error != cudaSuccess) return error;
+  }
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
   if (error == cudaSuccess && device < 64) ready[device] = true;
   return error;
 }
 
-template <int kCluster>
-cudaError_t launch(const Params& p, int units, int head_blocks, cudaStream_t stream) {
-  const cudaError_t error = allow_shared_memory<kCluster>();
+template <bool kScaled, int kCluster, int kHeadTiles>
+cudaError_t launch(const Params& p, int units, cudaStream_t stream) {
+  const cudaError_t error = prepare<kScaled, kCluster, kHeadTiles>();
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
-  const cudaLaunchConfig_t config = configuration<kCluster>(units, head_blocks, stream, attribute);
-  return cudaLaunchKernelEx(&config, sparse_mla_decode<kCluster>, p);
+  const int head_blocks = (p.heads + 16 * kHeadTiles - 1) / (16 * kHeadTiles);
+  const cudaLaunchConfig_t config = configuration(kCluster, units, head_blocks, stream, attribute);
+  return cudaLaunchKernelEx(&config, kernel_of<kScaled, kCluster, kHeadTiles>(), p);
 }
 
 template <int kCluster>
-int active_clusters(int* found) {
-  const cudaError_t error = allow_shared_memory<kCluster>();
+cudaError_t active_clusters(int* found) {
+  const cudaError_t error = prepare<false, kCluster, 1>();
   if (error != cudaSuccess) return error;
+  constexpr auto kernel = kernel_of<false, kCluster, 1>();
   if constexpr (kCluster == 1) {
     int device = 0, sms = 0, blocks = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, sparse_mla_decode<1>, kThreads, sizeof(Smem));
+    const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, sizeof(Smem));
     *found = sms * blocks;
     return e;
   } else {
     cudaLaunchAttribute attribute = {};
-    const cudaLaunchConfig_t config = configuration<kCluster>(1, 1, nullptr, attribute);
-    return cudaOccupancyMaxActiveClusters(found, sparse_mla_decode<kCluster>, &config);
+    const cudaLaunchConfig_t config = configuration(kCluster, 1, 1, nullptr, attribute);
+    return cudaOccupancyMaxActiveClusters(found, kernel, &config);
   }
 }
 
@@ -942,15 +1324,16 @@ DSV4_EXPORT int dsv4_sparse_mla_plan(const int* lengths0, int width0, int has1, 
   return cudaGetLastError();
 }
 
-// One layer. All strides are in elements of their tensor but `pitch`, which is in bytes. `cluster`: 1, 2, 4 or 8
-// blocks, the same as the one that the counters were sized for. `items` may be null where budget equals rows; partial and counters then
-// are not used.
+// One layer. All strides are in elements of their tensor but `pitch`, which is in bytes. `cluster`: blocks of a unit, the same as
+// the one that the counters were sized for. `head_tiles`: 1 or 2, blocks of 16 or 32 heads. `scaled`: not 0 for scores by block-scaled
+// mma, 16 heads a block, code for sm_120a alone. `items` may be null where budget
+// equals rows; partial and counters then are not used.
 DSV4_EXPORT int dsv4_sparse_mla_decode(
     const void* q, int64_t q_row, int64_t q_head, int rows, int heads,                                                //
     const void* cache0, int64_t pitch0, int shift0, const int* indices0, int64_t stride0, const int* lengths0, int width0,  //
     const void* cache1, int64_t pitch1, int shift1, const int* indices1, int64_t stride1, const int* lengths1, int width1,  //
     const float* sink, float softmax_scale, void* out, int64_t out_row, int64_t out_head, float* lse,                 //
-    const int* items, int units, float* partial, unsigned* counters, int cluster, void* stream) {
+    const int* items, int units, float* partial, unsigned* counters, int cluster, int head_tiles, int scaled, void* stream) {
   Params p = {};
   p.q = static_cast<const __nv_bfloat16*>(q), p.q_row = q_row, p.q_head = q_head;
   p.scope[0] = {static_cast<const unsigned char*>(cache0), pitch0, indices0, stride0, lengths0, width0, shift0};
@@ -963,29 +1346,17 @@ DSV4_EXPORT int dsv4_sparse_mla_decode(
   if ((q_row | q_head | out_row | out_head) % 8 != 0) return dsv4::kBadArgument;
   if ((reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(items)) % 16 != 0)
     return dsv4::kBadArgument;
-  const int head_blocks = (heads + 15) / 16;
-  cudaStream_t s = static_cast<cudaStream_t>(stream);
-  cudaError_t error;
-  switch (cluster) {
-    case 1: error = launch<1>(p, units, head_blocks, s); break;
-    case 2: error = launch<2>(p, units, head_blocks, s); break;
-    case 4: error = launch<4>(p, units, head_blocks, s); break;
-    case 8: error = launch<8>(p, units, head_blocks, s); break;
-    default: return dsv4::kBadArgument;
-  }
-  return error == cudaErrorNoKernelImageForDevice ? dsv4::kNoCode : static_cast<int>(error);
+  const int error = with_form(cluster, head_tiles, scaled != 0, [&](auto scales, auto size, auto tiles) -> int {
+    return launch<decltype(scales)::value, decltype(size)::value, decltype(tiles)::value>(p, units, static_cast<cudaStream_t>(stream));
+  });
+  return error == cudaErrorNoKernelImageForDevice ? dsv4::kNoCode : error;
 }
 
-// Gives how many clusters of a size run at the same time on the current GPU.
+// Gives how many clusters of a size run at the same time on the current GPU, in any form.
 DSV4_EXPORT int dsv4_sparse_mla_active_clusters(int cluster, int* found) {
-  switch (cluster) {
-    case 1: return active_clusters<1>(found);
-    case 2: return active_clusters<2>(found);
-    case 4: return active_clusters<4>(found);
-    case 8: return active_clusters<8>(found);
-    default: return dsv4::kBadArgument;
-  }
+  return with_form(cluster, 1, false, [&](auto, auto size, auto) -> int { return active_clusters<decltype(size)::value>(found); });
 }
+
 
 // Gives the id of the capture that a stream is part of, 0 when it is not capturing.
 DSV4_EXPORT int dsv4_sparse_mla_capture_id(void* stream, unsigned long long* id) {
@@ -997,5 +1368,7 @@ DSV4_EXPORT int dsv4_sparse_mla_capture_id(void* stream, unsigned long long* id)
   return error;
 }
 
-#define DECODE_LIMIT(cluster) dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi" #cluster "E")
-DSV4_KERNELS(DECODE_LIMIT(1), DECODE_LIMIT(2), DECODE_LIMIT(4), DECODE_LIMIT(8), dsv4::limit<kPlanThreads, 0>("sparse_mla_plan"))
+#define DSV4_LIMITS(size)                                                        \
+  dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi" #size "ELi1E"), \
+      dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi" #size "ELi2E"), dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decode_scaledILi" #size "E"),
+DSV4_KERNELS(DSV4_CLUSTERS(DSV4_LIMITS) dsv4::limit<kPlanThreads, 0>("sparse_mla_plan"))

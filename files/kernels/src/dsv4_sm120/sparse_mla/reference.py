@@ -119,6 +119,22 @@ def attention(
     return torch.einsum("bht,btd->bhd", weights, k), lse
 
 
+def split_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Splits queries [..., 448] bf16 into two e4m3 parts with a power-of-two scale per block of 32, as the block-scaled form does.
+
+    Returns upper and lower parts [..., 7, 4, 2, 8] and exponents [..., 7, 1, 2, 1]: q = (upper + lower / 16) * 2^exponent. The last
+    four dimensions are the group, a quarter of its dimensions, the block, and 8 neighbouring dimensions: a block takes 8 of every 16.
+    """
+    blocks = q.float().view(*q.shape[:-1], GROUPS, 4, 2, 8)
+    mantissa, exponent = torch.frexp(blocks.abs().amax((-3, -1), keepdim=True))
+    # the smallest power of two that brings the largest to 448 = 0.875 * 2^9 or below
+    exponent = torch.where(mantissa == 0, torch.full_like(exponent, -120), exponent - 9 + (mantissa > 0.875).int()).clamp(min=-120)
+    scaled = torch.ldexp(blocks, -exponent)
+    upper = scaled.to(torch.float8_e4m3fn)
+    lower = ((scaled - upper.float()) * 16).to(torch.float8_e4m3fn)
+    return upper, lower, exponent
+
+
 def plan(tiles: list[int], budget: int, least: int) -> list[tuple[int, int, int, int, int, int]]:
     """Returns what the plan kernel writes for rows of `tiles` tiles: (row, begin, end, part, parts, first slot) a unit.
 

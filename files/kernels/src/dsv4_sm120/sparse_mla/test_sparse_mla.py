@@ -223,22 +223,35 @@ def test_plan_against_brute_force():
         assert len(slots) <= 2 * (budget - rows)
 
 
-H200 = mla.Gpu(132, ((8, 30), (4, 62), (2, 132), (1, 264)))
+H200 = mla.Gpu(132, ((8, 15), (7, 15), (6, 17), (5, 22), (4, 30), (3, 39), (2, 66), (1, 132)))
 SM120 = mla.Gpu(188, ((8, 20), (4, 44), (2, 94), (1, 188)))
 
 
 @pytest.mark.parametrize("chip", [H200, SM120, mla.Gpu(188, ((1, 188),)), mla.Gpu(7, ((2, 3), (1, 7)))])
 def test_launch_shape(chip):
-    for rows, heads, width in itertools.product([1, 2, 8, 16, 33, 64, 65, 512, 8192], [8, 16, 32, 64], [0, 512, 4096, 8192]):
+    for rows, heads, width in itertools.product([1, 2, 8, 16, 33, 64, 65, 512, 8192], [8, 16, 24, 32, 48, 64, 96], [0, 512, 4096, 8192]):
         shape = mla.launch_shape(rows, heads, (128, width), chip)
         assert shape.cluster in dict(chip.clusters)
-        assert shape.units >= rows and shape.records <= 2 * chip.at_once(1)
-        assert shape.cluster == 1 or rows * shape.head_blocks <= chip.at_once(shape.cluster)
+        assert shape.head_blocks * shape.head_tiles * 16 >= heads
+        # no block without a head, no block of one tile that was made for two
+        assert (shape.head_blocks - 1) * shape.head_tiles * 16 + 16 * (shape.head_tiles - 1) < heads
+        assert shape.units >= rows and shape.records <= 4 * chip.at_once(1)
         if width <= 512:
             assert not shape.planned
-    assert [mla.launch_shape(n, 16, (128, 512), H200).cluster for n in (15, 16, 31, 64, 132, 133)] == [8, 4, 4, 2, 2, 1]
-    assert [mla.launch_shape(n, 16, (128, 4096), H200).cluster for n in (1, 7, 8, 16, 64, 200)] == [8, 8, 4, 2, 2, 1]
-    assert [mla.launch_shape(n, 16, (128, 512), SM120).cluster for n in (20, 44, 94, 95)] == [8, 4, 2, 1]
+
+    def forms(chip, heads, width, rows):
+        shapes = [mla.launch_shape(n, heads, (128, width), chip) for n in rows]
+        return [(s.cluster, s.head_tiles) if heads > 16 else s.cluster for s in shapes]
+
+    assert forms(H200, 16, 512, (1, 15, 16, 22, 23, 31, 40, 66, 67, 132)) == [7, 7, 5, 5, 4, 3, 2, 2, 1, 1]
+    assert forms(H200, 16, 0, (1, 30, 31, 66, 67)) == [4, 4, 2, 2, 1]
+    assert forms(H200, 16, 4096, (1, 8, 16, 64)) == [8, 6, 6, 2]
+    assert forms(H200, 64, 512, (1, 4, 8, 16, 64)) == [(7, 1), (5, 1), (5, 2), (3, 2), (1, 2)]
+    assert forms(SM120, 16, 512, (20, 21, 44, 45, 94, 95)) == [8, 4, 4, 2, 2, 1]
+    forced = mla.launch_shape(8, 64, (128, 512), H200, cluster=4, head_tiles=1)
+    assert (forced.cluster, forced.head_tiles, forced.head_blocks) == (4, 1, 4)
+    with pytest.raises(mla.Unsupported):
+        mla.launch_shape(1, 16, (128, 0), SM120, cluster=3)
 
 
 # --- CPU: the kernel's arithmetic ------------------------------------------------------------------------------------------
@@ -280,9 +293,16 @@ def test_shared_memory_reads_are_free_of_conflicts():
         assert len(set(banks(rope_key[8 * phase : 8 * phase + 8], 16))) == 32
 
 
-def model(case, cluster, units):
-    """The kernel's numbers: tiles of 32, lazily moved references of rows and of groups' scales, f16 probabilities, merge."""
+def joined(upper, lower, exponent):
+    """What the two parts of a query stand for, [..., 448]."""
+    return torch.ldexp(upper.float() + lower.float() / 16, exponent).flatten(-4)
+
+
+def model(case, cluster, units, scaled=False):
+    """The kernel's numbers: steps of 64 tokens, lazily moved references of rows and of groups' scales, f16 probabilities, merge."""
     q, log2e, lift = case["q"].float(), math.log2(math.e), 10
+    if scaled:
+        q = torch.cat([joined(*reference.split_query(case["q"][..., :448])), q[..., 448:]], -1)
     outs = []
     for row in range(q.shape[0]):
         keys, scales = [], []
@@ -304,11 +324,12 @@ def model(case, cluster, units):
         score = share.sum(-1) * (SCALE * log2e)
         parts = []
         blocks, tiles = cluster * units, -(-len(k) // 32)
-        for block in range(blocks):
+        shares = [range(tiles * n // blocks, tiles * (n + 1) // blocks) for n in range(blocks)]
+        for share in shares:
             top, total, sums = torch.full((len(q[row]),), -1e30), torch.zeros(len(q[row])), torch.zeros(len(q[row]), 8, 64)
             largest = torch.full((7,), -1000.0)
-            for tile in range(tiles * block // blocks, tiles * (block + 1) // blocks):
-                at = slice(32 * tile, 32 * tile + 32)
+            for tile in share[::2]:
+                at = slice(32 * tile, 32 * min(tile + 2, share.stop))
                 now = torch.where(scale[at].amax(0) > largest + 2, scale[at].amax(0), largest)
                 sums[:, :7] *= torch.exp2(largest - now).view(1, 7, 1)
                 largest = now
@@ -337,15 +358,87 @@ def model(case, cluster, units):
 
 @pytest.mark.parametrize("cluster,units", [(1, 1), (8, 3)])
 @pytest.mark.parametrize("spread", [0, 2, 8, 16])
-def test_model_of_the_kernel(cluster, units, spread):
-    """Scales relative to the largest of their group lose nothing, be they 2^32 apart: the engine's are at most 2^20."""
+@pytest.mark.parametrize("scaled", [False, True])
+def test_model_of_the_kernel(cluster, units, spread, scaled):
+    """Scales relative to the largest of their group lose nothing, be they 2^32 apart: the engine's are at most 2^20. Nor do
+    queries in two e4m3 parts."""
     case = make_case(4, 16, [(256, 1, 128), (64, 16, 512)], seed=3, spread=spread, lengths=[[128, 77, 0, 1], [512, 300, 0, 0]])
     if spread > 2:
         # keep the scores in range: a softmax over one token tests nothing
         case["q"] = case["q"] * 2.0 ** -spread
-    out, (want, _) = model(case, cluster, units), expected(case)
+    out, (want, _) = model(case, cluster, units, scaled), expected(case)
     assert ((out.double() - want).norm() / want.norm()).item() < 1.85e-3
     assert (out[2] == 0).all()
+
+
+# --- CPU: the block-scaled form ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-60, 1.0, 2.0**60])
+def test_queries_in_two_e4m3_parts(magnitude):
+    """Exact for values down to 2^-13 of their block's largest, and off by 2^-21 of that at most below."""
+    generator = torch.Generator().manual_seed(3)
+    fall = torch.exp2(-40 * torch.rand(64, 448, generator=generator) ** 2)
+    q = (torch.randn(64, 448, generator=generator) * fall * magnitude).bfloat16()
+    q[0], q[1, :64] = 0, 0
+    upper, lower, exponent = reference.split_query(q)
+    assert upper.float().isfinite().all() and lower.float().isfinite().all()
+    found, largest = joined(upper, lower, exponent), q.float().view(64, 7, 4, 2, 8).abs().amax((-3, -1), keepdim=True)
+    largest = largest.expand(64, 7, 4, 2, 8).flatten(1)
+    near = q.float().abs() >= largest * 2.0**-13
+    assert near.float().mean() > 0.5 and torch.equal(found[near], q.float()[near])
+    assert ((found - q.float()).abs() <= largest * 2.0**-21).all() and not torch.equal(found, q.float())
+    # neither part alone would do
+    assert ((upper.double().ldexp(exponent).flatten(1) - q.double()).norm() / q.double().norm()).item() > 1e-2
+
+
+def mma_scaled(a, b, scale_a, scale_b, byte_a, byte_b):
+    """mma.m16n8k32 with .scale_vec::1X by its definition, from the registers of 32 lanes: a [32, 4, 4 bytes] and b [32, 2, 4 bytes]
+    decoded, scales [32, 4 bytes]. Returns d [16, 8]."""
+    left, right = torch.zeros(16, 32, dtype=torch.float64), torch.zeros(32, 8, dtype=torch.float64)
+    for lane, byte in itertools.product(range(32), range(4)):
+        g, c = lane >> 2, lane & 3
+        for r in range(4):
+            left[g + 8 * (r & 1), 16 * (r >> 1) + 4 * c + byte] = a[lane, r, byte]
+        for r in range(2):
+            right[16 * r + 4 * c + byte, g] = b[lane, r, byte]
+    # thread-id 0: lanes 4 g and 4 g + 1 give the scales of rows g and g + 8, lane 4 g that of column g
+    rows = torch.tensor([float(scale_a[4 * (m % 8) + m // 8, byte_a]) - 127 for m in range(16)], dtype=torch.float64)
+    columns = torch.tensor([float(scale_b[4 * n, byte_b]) - 127 for n in range(8)], dtype=torch.float64)
+    return torch.exp2(rows).unsqueeze(1) * (left @ right) * torch.exp2(columns)
+
+
+def test_block_scaled_fragments():
+    """The registers that the block-scaled form gives to the mma are the scores of 16 heads and 8 tokens over two groups: by lanes,
+    bytes and the instruction's definition against plain products."""
+    case = make_case(1, 16, [(64, 1, 8)], seed=5, holes=0, lengths=[[8]])
+    q, tokens = case["q"][0], reference.gather(case["k_cache"], torch.arange(8))
+    rows, scales = (s[0] for s in reference.sections(case["k_cache"]))
+    upper, lower, exponent = reference.split_query(q[:, :448])
+    for quarter in range(3):
+        d = torch.zeros(16, 8, dtype=torch.float64)
+        a, sa = torch.zeros(2, 32, 16, 4), torch.zeros(2, 32, 4)
+        b, sb = torch.zeros(2, 32, 4, 4), torch.zeros(32, 4)
+        for lane in range(32):
+            g, c, token = lane >> 2, lane & 3, row_of_column(lane >> 2)
+            # one 16-bit load: the quarter's two scales
+            sb[lane, :2] = scales[token, 2 * quarter : 2 * quarter + 2].float()
+            for group in range(2):
+                at = 2 * quarter + group
+                chunk = rows[token, 64 * at + 16 * c : 64 * at + 16 * c + 16].contiguous().view(torch.float8_e4m3fn).float()
+                b[group, lane] = chunk.view(4, 4)
+                for k, h, i in itertools.product(range(2), range(2), range(2)):
+                    for term, part in enumerate((upper, lower)):
+                        a[group, lane, 8 * k + 4 * term + 2 * i + h] = part[g + 8 * h, at, c, k, 4 * i : 4 * i + 4].float()
+                for k in range(2):
+                    power = exponent[g + 8 * (c & 1), at, 0, k, 0] + 127
+                    sa[group, lane, 2 * k], sa[group, lane, 2 * k + 1] = power, power - 4
+        for group, k, term in itertools.product(range(2), range(2), range(2)):
+            first = 8 * k + 4 * term
+            d += mma_scaled(a[group][:, first : first + 4], b[group][:, 2 * k : 2 * k + 2], sa[group], sb, 2 * k + term, group)
+        at = slice(128 * quarter, 128 * quarter + 128)
+        want = q[:, at].double() @ tokens[[row_of_column(n) for n in range(8)]][:, at].T
+        assert torch.allclose(d, want, rtol=1e-6, atol=1e-6)
 
 
 # --- CPU: what the launcher refuses ----------------------------------------------------------------------------------------
@@ -479,6 +572,16 @@ def test_splits_agree(cluster):
     one = run(case, cluster=1)[0].float()
     assert ((one - out.float()).norm() / one.norm()).item() < 1e-3
     assert ((one - out.float()).abs() <= one.abs() * 2.0**-7 + 1e-3).all()
+
+
+@gpu
+@pytest.mark.parametrize("cluster", mla.CLUSTERS)
+@pytest.mark.parametrize("scopes", ["swa", "c4", "c128-long"])
+def test_head_tiles_agree(cluster, scopes):
+    """Blocks of 16 heads and of 32 give the same, whatever the cluster."""
+    case = make_case(3, 64, SCOPES[scopes], seed=4, device="cuda")
+    one, two = (compare(case, cluster=cluster, head_tiles=n).float() for n in (1, 2))
+    assert ((one - two).norm() / one.norm()).item() < 1e-3
 
 
 @gpu
@@ -655,6 +758,29 @@ def test_hazard_26_heads_do_not_mix():
     case["q"][:, 16:] = float("nan")
     out = run(case)[0]
     assert torch.equal(out[:, :13], want[:, :13]) and out[:, 13:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(NO_GPU) or torch.cuda.get_device_capability() != (12, 0), reason=NO_GPU or "needs compute capability 12.0")
+@pytest.mark.parametrize("scopes", ["swa", "c4", "c128-long"])
+@pytest.mark.parametrize("cluster", mla.CLUSTERS)
+def test_block_scaled_form(scopes, cluster):
+    """Scores by block-scaled mma keep the same bounds, queries of any size included; NaN and infinite ones stay in their head."""
+    case = make_case(5, 16, SCOPES[scopes], seed=6, device="cuda")
+    case["q"] = (case["q"].float() * torch.exp2(torch.randint(-6, 6, (5, 16, 1), device="cuda").float())).bfloat16()
+    compare(case, scaled=True, cluster=cluster)
+    case["q"][:, 3], case["q"][:, 5, 70] = float("nan"), float("inf")
+    out, _ = run(case, scaled=True, cluster=cluster)
+    others = [n for n in range(16) if n not in (3, 5)]
+    assert torch.equal(out[:, others], run(dict(case, q=case["q"].nan_to_num(0, 0, 0)), scaled=True, cluster=cluster)[0][:, others])
+
+
+@gpu
+@pytest.mark.skipif(bool(NO_GPU) or torch.cuda.get_device_capability() == (12, 0), reason="this GPU has block-scaled mma")
+def test_block_scaled_form_is_refused_elsewhere():
+    case = make_case(1, 16, SCOPES["swa"], device="cuda")
+    with pytest.raises(_lib.KernelError, match="no code for this GPU"):
+        mla.sparse_mla_decode(**case, scaled=True)
 
 
 @gpu
