@@ -1,0 +1,378 @@
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Asks the servers that servers.py started. Every subcommand prints what it found and writes it to --out as JSON.
+
+    measure.py info NAME                    what topology_check says of one server, and the log's key lines
+    measure.py greedy NAME                  32 prompts, greedy, with the 20 likeliest tokens of each step
+    measure.py compare ONE.json TWO.json    how two greedy runs agree
+    measure.py speed NAME --context N       decode speed of one request
+    measure.py pair                         prefill, decode and router: topology_check, chat_probe, and a decode half killed in a stream
+    measure.py mtp NAME                     acceptance of the draft
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import statistics
+import sys
+import threading
+import time
+import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import servers  # noqa: E402
+from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info, probes, topology  # noqa: E402
+from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import System  # noqa: E402
+
+TOP = 20
+KEY_LINES = re.compile(r"max_total_num_tokens|dsv4_sm120|dsv4_gpu_test|ready to roll|Capture cuda graph end|Load weight end|goes to the engine|Traceback|"
+                       r"Error|acc(ept)?.len|KVPoll|nextn_moe", re.IGNORECASE)
+
+
+def post(url: str, path: str, body: dict, timeout: float = 600, headers: dict | None = None):
+    """Sends one JSON request; returns the answer's JSON."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        text = answer.read()
+    return json.loads(text) if text[:1] in b"{[" else text.decode()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Token ids that no cache has seen: random, without special tokens."""
+    source = random.Random(seed)
+    return [0] + [source.randrange(1000, 120000) for _ in range(length - 1)]
+
+
+# --- info ----------------------------------------------------------------------------------------------------------------
+
+
+class Started(topology.Host):
+    """The host of topology_check where servers.py, not systemd, started the processes: it asks that for pids and logs."""
+
+    def __init__(self, names: dict[str, str], key: str | None):
+        system = System(timeout=30)
+
+        def gpus():
+            return gpu_info.gather(system, gpu_info.load_nvml("")[0], ("nvml", "nvidia-smi"), peers=False, limit=30)
+
+        super().__init__(system, api_key=key, gpu_facts=gpus)
+        self.names = names
+
+    def units(self, names):
+        return None
+
+    def pids(self, unit, properties):
+        name = self.names.get(unit)
+        try:
+            session = int(servers.pid_file(name).read_text()) if name else 0
+        except (OSError, ValueError):
+            return []
+        found = []
+        for entry in os.listdir(self.proc):
+            if entry.isdigit():
+                stat = self.read(f"{self.proc}/{entry}/stat")
+                if stat and int(stat.rpartition(")")[2].split()[3]) == session:
+                    found.append(int(entry))
+        return sorted(found) if session else []
+
+    def start_log(self, unit, properties):
+        name = self.names.get(unit)
+        return (servers.DIR / "logs" / f"{name}.log").read_text(errors="replace").splitlines() if name else None
+
+
+def key_lines(name: str, most: int = 40) -> list[str]:
+    """The lines of a server's log that tell what it is."""
+    lines = (servers.DIR / "logs" / f"{name}.log").read_text(errors="replace").rpartition("==start==")[2].splitlines()
+    return [line[:400] for line in lines if KEY_LINES.search(line)][:most]
+
+
+def watch(mode: str, names: dict[str, str], plan: dict) -> topology.Topology:
+    """topology_check's logic over a plan."""
+    units = {plan["instances"][one]["unit"]: name for one, name in names.items()}
+    return topology.Topology(plan, mode, Started(units, servers.key() if mode == "pd" else None), settle_seconds=0, min_kv_tokens=100000)
+
+
+def show_checks(checks: list[dict]) -> None:
+    for check in checks:
+        print(f"  {check['status']:<12} {check['id']:<24} {check['reason']:<22} {check['evidence'][:200]}")
+
+
+def info(given) -> dict:
+    """One single server against its plan."""
+    server = servers.SERVERS[given.name]
+    plan = servers.plan(server)
+    looked = watch("single", {"single": given.name}, plan)
+    checks = [dict(check) for check in looked.check()]
+    show_checks(checks)
+    document, _why = looked._info("single")
+    keep = ("version", "context_length", "tp_size", "mem_fraction_static", "chunked_prefill_size", "attention_backend", "moe_runner_backend",
+            "fp8_gemm_runner_backend", "kv_cache_dtype", "page_size", "max_total_num_tokens", "max_running_requests", "cuda_graph_bs_decode",
+            "cuda_graph_backend_decode", "reasoning_parser", "tool_call_parser", "speculative_algorithm", "sampling_backend", "dsa_topk_backend",
+            "disaggregation_mode", "enable_metrics")
+    seen = {key: document[key] for key in keep if document and key in document}
+    print(json.dumps(seen))
+    lines = key_lines(given.name)
+    print("\n".join(lines))
+    return {"checks": checks, "server_info": seen, "log": lines, "argv": plan["instances"]["single"]["argv"]}
+
+
+# --- greedy --------------------------------------------------------------------------------------------------------------
+
+
+def lengths(longest: int) -> list[int]:
+    """32 prompt lengths from a few tokens to the longest: around windows and page borders, then whole prefill chunks and a rest. The
+    rests repeat, because on Hopper each new number of rows makes the engine's GEMM library compile for seconds."""
+    short = [5, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 700, 1000, 1500, 2048, 3000]
+    chunks = [(1, 5), (1, 64), (1, 513), (2, 17), (2, 257), (3, 129), (4, 65), (5, 511), (6, 255), (8, 127), (12, 63), (15, 700), (24, 256)]
+    return [*short, *(4096 * whole + rest for whole, rest in chunks), longest]
+
+
+def generate(url: str, ids: list[int], tokens: int) -> dict:
+    """One greedy request; returns tokens and the likeliest tokens of each step."""
+    answer = post(url, "/generate", {"input_ids": ids, "return_logprob": True, "top_logprobs_num": TOP, "logprob_start_len": -1,
+                                     "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}})
+    meta = answer["meta_info"]
+    return {"tokens": [item[1] for item in meta["output_token_logprobs"]],
+            "top": [[[item[1], item[0]] for item in step] for step in meta["output_top_logprobs"]]}
+
+
+def greedy(given) -> dict:
+    """All prompts one at a time, eight at a time, and all at once."""
+    url = servers.url(given.name)
+    sizes = lengths(given.longest)
+    prompts = [prompt(size, 1000 + at) for at, size in enumerate(sizes)]
+    # Compiles what is not yet compiled before anything is measured or compared.
+    for size in (1000, 1500, 2048, 3000, 4096):
+        generate(url, prompt(size, 1), 1)
+    found: dict = {"lengths": sizes, "tokens": given.tokens, "runs": {}}
+    for at_once in given.at_once:
+        post(url, "/flush_cache", {})
+        time.sleep(1)
+        begun = time.monotonic()
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            found["runs"][str(at_once)] = list(pool.map(lambda ids: generate(url, ids, given.tokens), prompts))
+        print(f"{given.name}: {len(prompts)} prompts, {at_once} at once: {time.monotonic() - begun:.1f} s", flush=True)
+    found["log"] = [line for line in key_lines(given.name) if "dsv4_sm120" in line or "goes to the engine" in line]
+    return found
+
+
+def agreement(one: dict, two: dict) -> dict:
+    """How two runs of one prompt agree, up to and with the first step at which their tokens differ."""
+    worst = total = count = 0.0
+    missing = 0
+    result: dict = {"steps": 0, "differs_at": None}
+    for step, (left, right) in enumerate(zip(one["top"], two["top"])):
+        there = dict((token, value) for token, value in right)
+        for token, value in left:
+            if token not in there:
+                missing += 1
+                continue
+            difference = abs(value - there[token])
+            if not math.isfinite(difference):
+                difference = math.inf
+            worst, total, count = max(worst, difference), total + difference, count + 1
+        result["steps"] = step + 1
+        if one["tokens"][step] != two["tokens"][step]:
+            values = dict((token, value) for token, value in left)
+            mine, other = one["tokens"][step], two["tokens"][step]
+            result.update(differs_at=step, margin=values[mine] - values[other] if other in values else math.inf)
+            break
+    result.update(worst=worst, mean=total / count if count else 0.0, missing=missing, pairs=int(count))
+    return result
+
+
+def compare(given) -> dict:
+    """Prints, for each way of batching, how far two servers' probabilities lie apart."""
+    one, two = (json.loads(pathlib.Path(path).read_text()) for path in (given.one, given.two))
+    found: dict = {}
+    print("| at once | prompts | steps compared | logprobs compared | mean difference | worst | same to the end | "
+          "first difference: largest margin | not in the other's top 20 |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for key in one["runs"]:
+        if key not in two["runs"]:
+            continue
+        rows = [agreement(a, b) for a, b in zip(one["runs"][key], two["runs"][key])]
+        found[key] = rows
+        margins = [row["margin"] for row in rows if row["differs_at"] is not None]
+        pairs = sum(row["pairs"] for row in rows)
+        print(f"| {key} | {len(rows)} | {sum(r['steps'] for r in rows)} | {pairs} | {sum(r['mean'] * r['pairs'] for r in rows) / max(pairs, 1):.4f} | "
+              f"{max(r['worst'] for r in rows):.4f} | {sum(r['differs_at'] is None for r in rows)} | {max(margins, default=0):.4f} | "
+              f"{sum(r['missing'] for r in rows)} |")
+    return found
+
+
+# --- speed ---------------------------------------------------------------------------------------------------------------
+
+
+def stream(url: str, ids: list[int], tokens: int) -> list[float]:
+    """One streamed greedy request; returns the times at which tokens arrived, one entry a token."""
+    body = {"input_ids": ids, "stream": True, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    times: list[float] = []
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                count = json.loads(line[6:])["meta_info"]["completion_tokens"]
+                times += [time.perf_counter()] * (count - len(times))
+    return times
+
+
+def speed(given) -> dict:
+    """Milliseconds a token while one request decodes: mean over a run without its first 32 tokens, best and all of several runs."""
+    url = servers.url(given.name)
+    found: dict = {"name": given.name, "context": given.context, "milliseconds": []}
+    for attempt in range(given.repeats):
+        times = stream(url, prompt(given.context, 7000 + attempt), given.tokens)
+        found["milliseconds"].append(1000 * (times[-1] - times[32]) / (len(times) - 33))
+    found["median"] = statistics.median(found["milliseconds"])
+    print(f"{given.name} at {given.context}: {found['median']:.3f} ms a token; runs " + " ".join(f"{v:.3f}" for v in found["milliseconds"]), flush=True)
+    return found
+
+
+# --- the pair ------------------------------------------------------------------------------------------------------------
+
+
+def chat(url: str, text: str, tokens: int, streamed: bool = False, timeout: float = 120):
+    """One chat completion through the router."""
+    body = {"model": "deepseek-v4-flash", "messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0, "stream": streamed}
+    headers = {"Authorization": "Bearer " + servers.key()}
+    if not streamed:
+        return post(url, "/v1/chat/completions", body, timeout, headers)
+    request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
+    chunks, ended, begun = 0, "closed", time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            for line in answer:
+                chunks += line.startswith(b"data: {")
+                if b"[DONE]" in line:
+                    ended = "done"
+                elif b'"error"' in line:
+                    ended = "error event"
+    except OSError as error:
+        ended = f"{type(error).__name__}: {error}"
+    return {"chunks": chunks, "ended": ended, "seconds": round(time.monotonic() - begun, 2)}
+
+
+def pair(given) -> dict:
+    """The pair behind the router."""
+    plan = servers.plan(servers.SERVERS["router"])
+    url = plan["endpoint"]["url"]
+    looked = watch("pd", {"prefill": "prefill", "decode": "decode", "router": "router"}, plan)
+    before = looked.snapshot()
+    first = chat(url, "What is 17*23?", 32)
+    print(json.dumps(first)[:600])
+    options = probes.Options(base_url=url, api_key=servers.key(), model=plan["served_model_name"], repeat=1, timeout=given.timeout, max_tokens=given.max_tokens,
+                             context_length=plan["instances"]["decode"]["context_length"], role_ports={"prefill": 30000, "decode": 30002},
+                             workers=[{"name": one, "url": plan["instances"][one]["url"], "health_path": "/health"} for one in ("prefill", "decode")],
+                             readiness_path="/readiness")
+    suite = probes.Suite(options)
+    asked = [dict(check) for check in suite.run()]
+    print("chat_probe", json.dumps(suite.summary())[:800])
+    for check in asked:
+        print(f"  {check['status']:<12} {check['id']:<24} {check['reason']:<22} finish {check.get('finish')}  {check['evidence'][:160]}")
+    checks = [dict(check) for check in looked.check(before, suite.summary()["requests"])]
+    print("topology_check")
+    show_checks(checks)
+    found = {"first": first, "probes": asked, "summary": suite.summary(), "topology": checks}
+    if given.kill:
+        result: dict = {}
+        thread = threading.Thread(target=lambda: result.update(chat(url, "Count from 1 to 2000.", 20000, True, 60)))
+        thread.start()
+        time.sleep(3)
+        servers.stop("decode", True)
+        killed = time.monotonic()
+        time.sleep(1)
+        found["after_kill"] = [dict(c) for c in watch("pd", {"prefill": "prefill", "decode": "decode", "router": "router"}, plan).check()]
+        show_checks([c for c in found["after_kill"] if c["status"] != "pass"])
+        servers.start("decode")
+        left = servers.wait(["decode"], 240)
+        thread.join(90)
+        found["stream"] = result
+        print("the stream that was cut:", json.dumps(result), "decode back after", f"{time.monotonic() - killed:.0f} s", left or "")
+        found["again"] = None
+        for _try in range(20):
+            try:
+                found["again"] = chat(url, "What is 19*21?", 16, timeout=30)
+                break
+            except OSError as error:
+                print("not yet:", error)
+                time.sleep(3)
+        found["seconds_to_answer"] = round(time.monotonic() - killed, 1)
+        print("answer again after", found["seconds_to_answer"], "s:", json.dumps(found["again"])[:300])
+    return found
+
+
+# --- MTP -----------------------------------------------------------------------------------------------------------------
+
+
+def mtp(given) -> dict:
+    """Decodes a few prompts and reads what the engine says of the draft; a server that ends itself is seen too."""
+    url = servers.url(given.name)
+    found: dict = {"answers": []}
+    for at, size in enumerate((20, 1000, 5000)):
+        try:
+            answer = post(url, "/generate", {"input_ids": prompt(size, 500 + at), "sampling_params": {
+                "temperature": 0, "max_new_tokens": 64, "ignore_eos": True}}, 120)
+        except OSError as error:
+            found["ended"] = f"{type(error).__name__}: {error}"
+            break
+        meta = answer["meta_info"]
+        found["answers"].append({"prompt": size, **{key: value for key, value in meta.items() if key.startswith("spec_") or key in (
+            "completion_tokens", "finish_reason", "e2e_latency")}})
+        print(json.dumps(found["answers"][-1]), flush=True)
+    time.sleep(3)
+    found["alive"] = servers.alive(given.name)
+    print("alive:", found["alive"], found.get("ended", ""))
+    document = {}
+    if found["alive"]:
+        with urllib.request.urlopen(url + "/server_info", timeout=30) as answer:
+            document = json.loads(answer.read())
+    found["states"] = [{key: state[key] for key in state if "accept" in key} for state in document.get("internal_states") or []]
+    print(json.dumps(found["states"]))
+    print("\n".join(key_lines(given.name)))
+    return found
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("info")
+    one.add_argument("name")
+    one = commands.add_parser("greedy")
+    one.add_argument("name")
+    one.add_argument("--longest", type=int, default=200709)
+    one.add_argument("--tokens", type=int, default=32)
+    one.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 32])
+    one = commands.add_parser("compare")
+    one.add_argument("one")
+    one.add_argument("two")
+    one = commands.add_parser("speed")
+    one.add_argument("name")
+    one.add_argument("--context", type=int, default=1024)
+    one.add_argument("--tokens", type=int, default=256)
+    one.add_argument("--repeats", type=int, default=3)
+    one = commands.add_parser("pair")
+    one.add_argument("--timeout", type=float, default=60)
+    one.add_argument("--max-tokens", type=int, default=64)
+    one.add_argument("--kill", action="store_true")
+    one = commands.add_parser("mtp")
+    one.add_argument("name")
+    given = parser.parse_args()
+    found = {"info": info, "greedy": greedy, "compare": compare, "speed": speed, "pair": pair, "mtp": mtp}[given.command](given)
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
