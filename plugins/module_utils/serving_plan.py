@@ -535,7 +535,12 @@ def _check_environment(variable, environment, binding, findings):
 
 
 def moe_rows(topology, options):
-    """What is known of the MoE methods for this checkpoint and its draft: rows of files/moe_methods.json by their settings."""
+    """What is known of the MoE methods for this checkpoint and its draft: rows of files/moe_methods.json by their settings.
+
+    Nothing is known of another engine than the one that they were taken from.
+    """
+    if options["moe_methods"].get("engine") != "sglang %s" % str(options["engine_version"]).partition("+")[0]:
+        return {}
     checkpoints = options["moe_methods"].get("checkpoints") or {}
     kind = options["model_facts"].get("experts") or "fp4"
     speculation = topology.get("speculation", "none")
@@ -549,9 +554,10 @@ def _moe_words(words):
     return [word for word in words if "=" in word and not word.startswith("--")] + pairs
 
 
-def moe_settings(instance, options, rows):
+def moe_settings(instance, options):
     """The settings of an instance that take part in the choice of the MoE method, each with the key of the instance that holds it."""
-    names = {setting.split("=")[0].split()[0] for settings in rows for setting in settings}
+    rows = [row for rows in (options["moe_methods"].get("checkpoints") or {}).values() for row in rows]
+    names = {setting.split("=")[0].split()[0] for row in rows for setting in _moe_words(row["settings"])}
     found = {}
     for flag, values in flag_pairs(instance.get("extra_args") or []):
         whole = full_flag(flag, options["flag_table"])
@@ -585,7 +591,7 @@ def _check_moe(name, instance, topology, options, findings):
     if topology.get("speculation", "none") != "none" and options["kernel_path"] and "nextn_moe" not in (instance.get("kernels") or []):
         findings.warn("kernels.draft", _where(name, "kernels"), "nobody watches the numbers of the draft", "Add nextn_moe.")
     rows = moe_rows(topology, options)
-    settings = moe_settings(instance, options, rows)
+    settings = moe_settings(instance, options)
     if not settings or any(tuple(setting.split()) in DATACENTER_ONLY for setting in settings):
         return
     speculation = topology.get("speculation", "none")
@@ -602,7 +608,7 @@ def _check_moe(name, instance, topology, options, findings):
 def _expected_moe(instance, topology, options):
     """The runners that the engine must report, for verification."""
     rows = moe_rows(topology, options)
-    settings = moe_settings(instance, options, rows)
+    settings = moe_settings(instance, options)
     known = [rows[key] for key in [tuple(sorted(settings))] + [(setting,) for setting in sorted(settings)] if key in rows]
     if not known or "runner" not in known[0]:
         return {}

@@ -140,7 +140,7 @@ def test_speculation_is_alike_on_both_halves(speculation, algorithm):
 
 def test_kernels_only_where_they_are_built_and_listed():
     with_path = plan(kernel_path="/k")["instances"]
-    assert with_path["decode"]["environment"]["DSV4_SM120_KERNELS"] == "topk,indexer,sparse_mla"
+    assert with_path["decode"]["environment"]["DSV4_SM120_KERNELS"] == "topk,indexer,indexer_topk,sparse_mla"
     assert with_path["decode"]["environment"]["PYTHONPATH"] == "/k"
     assert with_path["decode"]["environment"]["SGLANG_PLUGINS"] == "dsv4_sm120"
     assert "SGLANG_PLUGINS" not in with_path["prefill"]["environment"]
@@ -150,10 +150,11 @@ def test_kernels_only_where_they_are_built_and_listed():
     assert measured["environment"]["DSV4_SM120_KERNELS"] == "indexer" and measured["kernels"] == ["indexer"]
     assert measured["environment"]["DSV4_SM120_SELECTION"] == "/r/selection.json" and measured["kernel_build"] == "3f2a"
     assert [one["line"] for one in whole["stock_kernels"]] == [
-        "decode: topk is the engine's own: slower", "decode: sparse_mla is the engine's own: its self-test failed"]
+        "decode: topk is the engine's own: slower", "decode: indexer_topk is the engine's own: no kernels of ours are installed",
+        "decode: sparse_mla is the engine's own: its self-test failed"]
     nothing = plan(kernel_path="/k", kernel_record={"applied": []})["instances"]["decode"]
     assert "PYTHONPATH" not in nothing["environment"] and nothing["kernels"] == []
-    assert len(plan()["stock_kernels"]) == 3 and plan(kernel_path="/k")["stock_kernels"] == []
+    assert len(plan()["stock_kernels"]) == 4 and plan(kernel_path="/k")["stock_kernels"] == []
     for stock in (plan(), plan({"instances.decode.kernels": []}, kernel_path="/k")):
         assert not {"PYTHONPATH", "SGLANG_PLUGINS", "DSV4_SM120_KERNELS"} & set(
             stock["instances"]["decode"]["environment"])
@@ -434,6 +435,14 @@ def test_what_was_never_tried_together_is_refused():
     assert "nobody has tried it" in found[0]["what"]
     _result, found = moe_findings([], {"SGLANG_DSV4_FP4_EXPERTS": "0"})
     assert found[0]["variable"] == "dsv4_topology.instances.decode.environment" and "load: " in found[0]["what"]
+
+
+def test_of_another_engine_nothing_is_known():
+    topology_of = {"instances.decode.extra_args": ["--moe-runner-backend", "marlin"]}
+    assert not errors(plan(topology_of, moe_methods=METHODS, engine_version="0.5.23+rehearsal"))
+    assert ("extra.moe_runner", "dsv4_topology.instances.decode.extra_args") in errors(plan(topology_of, moe_methods=METHODS, engine_version="0.5.24"))
+    other = plan(moe_methods=METHODS, engine_version="0.5.24")
+    assert not errors(other) and "moe_runner_backend" not in other["instances"]["decode"]["expect"]
 
 
 def test_a_draft_that_nobody_watches_is_a_warning():
