@@ -6,6 +6,7 @@
     measure.py greedy NAME                  32 prompts, greedy, with the 20 likeliest tokens of each step
     measure.py compare ONE.json TWO.json    how two greedy runs agree
     measure.py speed NAME --context N       decode speed of one request
+    measure.py profile NAME --context N     GPU time of a decode step by kernel
     measure.py pair                         prefill, decode and router: topology_check, chat_probe, and a decode half killed in a stream
     measure.py mtp NAME                     acceptance of the draft
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import gzip
 import json
 import math
 import os
@@ -228,11 +230,41 @@ def speed(given) -> dict:
     """Milliseconds a token while one request decodes: mean over a run without its first 32 tokens, best and all of several runs."""
     url = servers.url(given.name)
     found: dict = {"name": given.name, "context": given.context, "milliseconds": []}
-    for attempt in range(given.repeats):
-        times = stream(url, prompt(given.context, 7000 + attempt), given.tokens)
+    for _attempt in range(given.repeats):
+        times = stream(url, prompt(given.context, 7000), given.tokens)  # the same prompt: prefilled once
         found["milliseconds"].append(1000 * (times[-1] - times[32]) / (len(times) - 33))
     found["median"] = statistics.median(found["milliseconds"])
     print(f"{given.name} at {given.context}: {found['median']:.3f} ms a token; runs " + " ".join(f"{v:.3f}" for v in found["milliseconds"]), flush=True)
+    return found
+
+
+def profile(given) -> dict:
+    """GPU time of one decode step by kernel, from the engine's own profiler."""
+    url = servers.url(given.name)
+    folder = servers.DIR / "profile" / given.name
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = 20
+    thread = threading.Thread(target=stream, args=(url, prompt(given.context, 9000), 400))
+    thread.start()
+    time.sleep(1.5)
+    post(url, "/start_profile", {"output_dir": str(folder), "num_steps": steps, "activities": ["GPU"]})
+    thread.join()
+    end = time.monotonic() + 60
+    while not (traces := sorted(folder.rglob("*.trace.json.gz"))) and time.monotonic() < end:
+        time.sleep(1)
+    time.sleep(2)
+    events = json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
+    total: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            entry = total.setdefault(event["name"], [0.0, 0])
+            entry[0] += event["dur"]
+            entry[1] += 1
+    found = {"name": given.name, "context": given.context, "microseconds_a_step": sum(v[0] for v in total.values()) / steps,
+             "kernels": {name: [round(v[0] / steps, 2), v[1] / steps] for name, v in sorted(total.items(), key=lambda item: -item[1][0])[:40]}}
+    print(f"{given.name} at {given.context}: {found['microseconds_a_step']:.0f} us of kernels a step")
+    for name, (microseconds, calls) in list(found["kernels"].items())[:15]:
+        print(f"{microseconds:9.1f} us {calls:6.1f} calls  {name[:110]}")
     return found
 
 
@@ -350,7 +382,7 @@ def main() -> int:
     one = commands.add_parser("greedy")
     one.add_argument("name")
     one.add_argument("--longest", type=int, default=200709)
-    one.add_argument("--tokens", type=int, default=32)
+    one.add_argument("--tokens", type=int, default=24)
     one.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 32])
     one = commands.add_parser("compare")
     one.add_argument("one")
@@ -358,8 +390,11 @@ def main() -> int:
     one = commands.add_parser("speed")
     one.add_argument("name")
     one.add_argument("--context", type=int, default=1024)
-    one.add_argument("--tokens", type=int, default=256)
+    one.add_argument("--tokens", type=int, default=224)
     one.add_argument("--repeats", type=int, default=3)
+    one = commands.add_parser("profile")
+    one.add_argument("name")
+    one.add_argument("--context", type=int, default=1024)
     one = commands.add_parser("pair")
     one.add_argument("--timeout", type=float, default=60)
     one.add_argument("--max-tokens", type=int, default=64)
@@ -367,7 +402,7 @@ def main() -> int:
     one = commands.add_parser("mtp")
     one.add_argument("name")
     given = parser.parse_args()
-    found = {"info": info, "greedy": greedy, "compare": compare, "speed": speed, "pair": pair, "mtp": mtp}[given.command](given)
+    found = {"info": info, "greedy": greedy, "compare": compare, "speed": speed, "profile": profile, "pair": pair, "mtp": mtp}[given.command](given)
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(found, indent=1))

@@ -24,7 +24,7 @@ measure() { # name, then measure.py's words
   local name=$1
   shift
   say "$name begins"
-  timeout 300 python3 tests/gpu/measure.py --out "$out/$name.json" "$@" >"$out/$name.txt" 2>&1 ||
+  timeout 420 python3 tests/gpu/measure.py --out "$out/$name.json" "$@" >"$out/$name.txt" 2>&1 ||
     say "$name failed: $(tail -n 1 "$out/$name.txt" | cut -c 1-200)"
 }
 while [ $# -gt 0 ]; do
@@ -39,7 +39,7 @@ while [ $# -gt 0 ]; do
     measure greedy-stock greedy stock &
     measure greedy-ours greedy ours &
     wait
-    measure greedy-stock-again greedy stock
+    measure greedy-stock-again greedy stock --at-once 32
     measure compare-ours compare "$out/greedy-stock.json" "$out/greedy-ours.json"
     measure compare-stock compare "$out/greedy-stock.json" "$out/greedy-stock-again.json"
     servers stop stock ours
@@ -51,6 +51,7 @@ while [ $# -gt 0 ]; do
     for name in $3; do
       measure "speed-1k-$name" speed "$name" --context 1024
       case $name in *-8k) ;; *) measure "speed-60k-$name" speed "$name" --context 60000 ;; esac
+      case $name in *-64k) ;; *) measure "profile-1k-$name" profile "$name" --context 1024 ;; esac
     done
     # shellcheck disable=SC2086
     servers stop $3

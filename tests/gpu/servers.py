@@ -78,7 +78,7 @@ class Server:
     tokens: int = 1_000_000
     fraction: float = 0.85
     speculation: str = "none"
-    backend: str = "mooncake_tcp"
+    backend: str = os.environ.get("DSV4_GPU_BACKEND", "mooncake_tcp")
     extra: tuple[str, ...] = ()
     environment: dict = dataclasses.field(default_factory=dict)
 
@@ -95,7 +95,7 @@ SERVERS = {
     "mtp": Server(arm="guard", port=30031, speculation="mtp", batches=(1, 8)),
     "mtp-nan": Server(arm="nan", port=30041, speculation="mtp", batches=(1, 8)),
     "prefill": Server(instance="prefill", gpu=0, port=30000),
-    "decode": Server(instance="decode", gpu=1, port=30002),
+    "decode": Server(instance="decode", arm="ours", gpu=1, port=30002),
     "router": Server(instance="router", port=30001),
 }
 for _at, _arm in enumerate(("torch", "stock", "ours")):
@@ -107,8 +107,7 @@ def topology(server: Server) -> dict:
     """The product's topology with what this machine and this server change."""
     text = (ROOT / "inventory/blackwell8/group_vars/all/topology.yml").read_text()
     found = yaml.safe_load(text)["dsv4_topology"]
-    environment, mode, kernels = ARMS[server.arm]
-    kernels = found["instances"]["decode"]["kernels"] if kernels is None else kernels
+    listed = found["instances"]["decode"]["kernels"]
     found.update(context_length=server.context, speculation=server.speculation, transfer_backend=server.backend,
                  gpu_count=max(1, int(os.environ.get("DSV4_GPU_COUNT", "2"))))
     for name, instance in found["instances"].items():
@@ -116,6 +115,8 @@ def topology(server: Server) -> dict:
             continue
         # Prefill and decode are one pair, so that the plan of each names the other as it is.
         own = server if name == server.instance else SERVERS.get(name, server)
+        environment, mode, kernels = ARMS[own.arm]
+        kernels = listed if kernels is None else kernels
         instance["gpus"] = [own.gpu]
         instance["numa_node"] = -1
         instance["mem_fraction_static"] = own.fraction
