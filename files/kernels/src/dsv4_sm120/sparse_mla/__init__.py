@@ -29,6 +29,8 @@ LEAST_TILES_PER_BLOCK = 2
 # in tiles of 16 heads: what a tile of 32 heads costs, a block beside its tiles, and the merge of units through global memory
 PAIR_COST = 1.4
 BLOCK_COST = 6
+SOURCE_COST = 0.05
+PIECES_COST = 0.1
 MERGE_COST = 4
 # rows up to this many tiles (1,024 tokens) are never divided: no plan, no merge in global memory
 UNDIVIDED_TILES = 32
@@ -84,9 +86,9 @@ def launch_shape(
     """Returns the launch for `rows` rows of `heads` heads and index widths `widths`; the last two arguments force its form.
 
     The form is the one with the least work of a block, in tiles: those of a full row divided among the blocks that it can have
-    at the same time and what a block costs beside them, once for each wave, and what merging through global memory costs where a
-    row has several units. Of equals it is the smallest cluster. A row can have more units when there is room for them and its
-    width could fill them.
+    at the same time, the merge of its cluster, and what a block costs beside them, once for each wave; and what merging through
+    global memory costs where a row has several units. A row can have more units when there is room for them and its width could
+    fill them.
     """
     tiles_of_heads = -(-heads // 16)
     widest = max(1, sum(-(-width // TILE) for width in widths))
@@ -101,6 +103,8 @@ def launch_shape(
         units = max(1, min(room // clusters, most_units(size)))
         merge = MERGE_COST + units / size if units > 1 else 0
         share = -(-widest // (units * size)) * (PAIR_COST if tiles == 2 else 1)
+        # each source that a block merges, and each 256 pieces of 4 sums that it merges
+        share += SOURCE_COST * size + PIECES_COST * -(-8 * tiles // size)
         return -(-clusters // room) * (share + BLOCK_COST) + merge
 
     forms = [

@@ -568,7 +568,7 @@ __device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHea
         }
       } else {
         unsigned pairs[S::kSlots][2];
-  #pragma unroll
+#pragma unroll
         for (int n = 0; n < S::kSlots; ++n) {
           pairs[n][0] = *reinterpret_cast<const unsigned short*>(scale + (8 * n + t.c) * kScaleBytes);
           pairs[n][1] = *reinterpret_cast<const unsigned short*>(scale + (8 * n + 4 + (t.c ^ 1)) * kScaleBytes);
@@ -578,19 +578,19 @@ __device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHea
         auto high = [](unsigned v) { return __uint_as_float((v << 15 & 0x7f800000u) | 1u); };
         if (quarter < 3) {
           scores<false>(a, b, q, tokens, t, 8 * quarter);
-  #pragma unroll
+#pragma unroll
           for (int n = 0; n < S::kSlots; ++n)
-  #pragma unroll
+#pragma unroll
             for (int k = 0; k < 4; ++k)
-  #pragma unroll
+#pragma unroll
               for (int m = 0; m < kHeadTiles; ++m) a[m][n][k] = a[m][n][k] * low(pairs[n][k & 1]) + b[m][n][k] * high(pairs[n][k & 1]);
         } else {
           scores<true>(a, b, q, tokens, t, 8 * quarter);
-  #pragma unroll
+#pragma unroll
           for (int n = 0; n < S::kSlots; ++n)
-  #pragma unroll
+#pragma unroll
             for (int k = 0; k < 4; ++k)
-  #pragma unroll
+#pragma unroll
               for (int m = 0; m < kHeadTiles; ++m) a[m][n][k] = a[m][n][k] * low(pairs[n][k & 1]) + b[m][n][k];
         }
       }

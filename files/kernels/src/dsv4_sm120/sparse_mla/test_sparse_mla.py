@@ -243,10 +243,10 @@ def test_launch_shape(chip):
         shapes = [mla.launch_shape(n, heads, (128, width), chip) for n in rows]
         return [(s.cluster, s.head_tiles) if heads > 16 else s.cluster for s in shapes]
 
-    assert forms(H200, 16, 512, (1, 15, 16, 22, 23, 31, 40, 66, 67, 132)) == [7, 7, 5, 5, 4, 3, 2, 2, 1, 1]
-    assert forms(H200, 16, 0, (1, 30, 31, 66, 67)) == [4, 4, 2, 2, 1]
+    assert forms(H200, 16, 512, (1, 15, 16, 22, 23, 31, 40, 66, 67, 132)) == [8, 8, 5, 5, 4, 3, 2, 2, 1, 1]
+    assert forms(H200, 16, 0, (1, 30, 31, 66, 67)) == [4, 4, 3, 2, 1]
     assert forms(H200, 16, 4096, (1, 8, 16, 64)) == [8, 6, 6, 2]
-    assert forms(H200, 64, 512, (1, 4, 8, 16, 64)) == [(7, 1), (5, 1), (5, 2), (3, 2), (1, 2)]
+    assert forms(H200, 64, 512, (1, 4, 8, 64)) == [(8, 1), (5, 1), (6, 2), (1, 2)]
     assert forms(SM120, 16, 512, (20, 21, 44, 45, 94, 95)) == [8, 4, 4, 2, 2, 1]
     forced = mla.launch_shape(8, 64, (128, 512), H200, cluster=4, head_tiles=1)
     assert (forced.cluster, forced.head_tiles, forced.head_blocks) == (4, 1, 4)
