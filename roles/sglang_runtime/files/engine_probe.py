@@ -2,11 +2,21 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
+import shutil
+import sys
+import sysconfig
 
 facts = {"sglang": importlib.metadata.version("sglang"), "arch_list": []}
 if importlib.util.find_spec("sglang") is None:
     raise SystemExit("sglang is not importable")
 if importlib.util.find_spec("torch") is not None:
+    # At its first start the engine compiles kernels: Triton with gcc and Python.h, its own with c++ and ninja.
+    needed = {word: shutil.which(word) for word in ("gcc", "c++")}
+    needed["ninja"] = os.path.exists(os.path.join(sys.prefix, "bin/ninja"))
+    needed["Python.h"] = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+    if not all(needed.values()):
+        raise SystemExit("the engine cannot compile its kernels without " + ", ".join(name for name, found in needed.items() if not found))
     import torch
 
     facts["torch"] = torch.__version__
