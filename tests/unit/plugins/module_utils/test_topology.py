@@ -229,9 +229,9 @@ def test_kernels_that_measurement_left_out_are_noted():
         host.logs["decode"] = ["dsv4_sm120 0.1.0 build 3f2a (sm_120a) pid 7 applied: topk; left out: nothing; chosen by DSV4_SM120_KERNELS"]
 
     check = run(slower)["kernels.decode"]
-    assert check["status"] == "pass" and check["notes"][0].endswith(": indexer, sparse_mla"), check
+    assert check["status"] == "pass" and check["notes"][0].endswith(": indexer, indexer_topk, sparse_mla"), check
     check = run(lambda h: (h.state["decode"].update(Environment="X=1"), h.logs.update(decode=["ready"])))["kernels.decode"]
-    assert check["status"] == "pass" and check["notes"][0].endswith(": indexer, sparse_mla, topk"), check
+    assert check["status"] == "pass" and check["notes"][0].endswith(": indexer, indexer_topk, sparse_mla, topk"), check
     check = run(lambda h: measured(h, "topk", "indexer"))["kernels.decode"]
     assert check["reason"] == "kernels_differ"
     check = run(lambda h: measured(h, "topk", "moe"))["kernels.decode"]
