@@ -26,7 +26,7 @@ import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOST = [sys.executable, str(ROOT / "molecule/rehearsal_host/host.py")]
-A, B = "580.95.05", "580.126.09"
+A, B, NEXT_BRANCH = "580.95.05", "580.126.09", "590.48.01"
 KERNEL = "6.12.57+deb13-amd64"
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,16 @@ class Run:
         match = re.search(r"(?m)^rehearsal\s+: ok=(\d+)\s+changed=(\d+)", done.stdout)
         self.changed = int(match.group(2)) if match else None
 
+    def ending(self):
+        """How it ended, in words."""
+        return "succeeds" + (", changed=0" if self.changed == 0 else "") if self.code == 0 else "fails"
+
+    def said(self, pattern):
+        """The part of the output that a pattern finds."""
+        found = re.search(pattern, self.flat)
+        assert found, (pattern, self.text)
+        return found.group(0)
+
 
 class Host:
     def __init__(self, folder):
@@ -53,17 +63,12 @@ class Host:
             "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
             "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         }
+        copies = [{"ansible.builtin.import_role": {"name": "blackwell.dsv4.preflight", "tasks_from": "gpus.yml"}}]
         plays = {
             "driver": [{"hosts": "dsv4", "gather_facts": True, "roles": ["blackwell.dsv4.nvidia_driver"]}],
             "preflight": [{"hosts": "dsv4", "gather_facts": True, "roles": ["blackwell.dsv4.preflight"]}],
-            "gpus": [
-                {
-                    "hosts": "dsv4",
-                    "gather_facts": True,
-                    "roles": ["blackwell.dsv4.nvidia_driver"],
-                    "tasks": [{"ansible.builtin.import_role": {"name": "blackwell.dsv4.preflight", "tasks_from": "gpus.yml"}}],
-                }
-            ],
+            "gpus": [{"hosts": "dsv4", "gather_facts": True, "roles": ["blackwell.dsv4.nvidia_driver"], "tasks": copies}],
+            "copies": [{"hosts": "dsv4", "gather_facts": False, "tasks": copies}],
             "site": [{"ansible.builtin.import_playbook": str(ROOT / "playbooks/site.yml")}],
             "rollback": [
                 {
@@ -186,17 +191,26 @@ def case(*ids):
     return pytest.mark.parametrize("cases", [pytest.param(ids, id="-and-".join(ids))])
 
 
+def topology_on_other_ports():
+    """Rehearsal hosts share the machine's network, and another one may serve."""
+    topology = yaml.safe_load((ROOT / "inventory/rehearsal/group_vars/all/topology.yml").read_text(encoding="utf-8"))["dsv4_topology"]
+    for instance in topology["instances"].values():
+        instance.update({key: value + 700 for key, value in instance.items() if key.endswith("port")})
+    return topology
+
+
 @case("ANS-01")
-def test_check_mode_on_the_bare_host_passes_and_names_what_it_would_do(cases, host):
+def test_check_mode_on_the_bare_host_passes_and_names_what_it_would_do(cases, host, outcome):
     files = "find /etc /opt /usr/local /var/lib/dsv4 -newer /etc/hostname -type f 2>/dev/null | sort | xargs -r sha256sum"
     before, boot = host.shell(files), host.boot_id()
-    # Rehearsal hosts share the machine's network, and another one may serve.
-    run = host.play("site", "--check", "--diff", preflight_report_only=True)
+    run = host.play("site", "--check", "--diff", dsv4_topology=topology_on_other_ports())
     assert run.code == 0, run.text
     assert f"nvidia-kernel-open-dkms={A}-1" in run.flat and "reboot: expected" in run.flat and run.changed > 5
-    assert "copies between GPUs were not tested: the driver is not usable (not_installed)" in run.flat
+    assert "copies between GPUs were not tested: the driver is not usable (nouveau)" in run.flat
     assert host.packages() == "" and host.shell(files) == before and host.boot_id() == boot
     print(f"check mode on the bare host: {run.seconds:.0f} s")
+    left = "as before" if host.shell(files) == before else "not as before"
+    outcome("succeeds, the host is as before", f"{run.ending()}, the host is {left}", run.said("packages: install [^,]*, .{60}"))
 
 
 def test_ubuntus_names_resolve_from_its_own_folder(host):
@@ -208,7 +222,7 @@ def test_ubuntus_names_resolve_from_its_own_folder(host):
 
 
 @case("DRV-12")
-def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, host):
+def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, host, outcome):
     for arguments in (["--check"], []):
         run = host.play("driver", *arguments, nvidia_driver_packages=["nvidia-open-590"])
         assert run.code != 0
@@ -217,10 +231,12 @@ def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, h
             and "nvidia-open" in run.flat.split("offered: ")[1]
         )
     assert host.packages() == "" and host.shell("ls /etc/apt/preferences.d").strip() == ""
+    words = run.said("package nvidia-open-590 not offered .*?offered: [^.']*")
+    outcome("fails, nothing installed", f"{run.ending()}, {'something' if host.packages() else 'nothing'} installed", words)
 
 
 @case("DRV-14")
-def test_secure_boot_without_a_key_stops_before_anything_changes(cases, host):
+def test_secure_boot_without_a_key_stops_before_anything_changes(cases, host, outcome):
     host.kernel(secure_boot=True)
     run = host.play("driver")
     assert (
@@ -229,10 +245,12 @@ def test_secure_boot_without_a_key_stops_before_anything_changes(cases, host):
         and "mokutil --import" in run.flat
     )
     assert host.packages() == ""
+    words = run.said("Secure Boot is on and no enrolled key; enrol at console or disable: .{120}")
+    outcome("fails, nothing installed", f"{run.ending()}, {'something' if host.packages() else 'nothing'} installed", words)
 
 
 @case("DRV-08", "DRV-14-signed")
-def test_with_an_enrolled_key_the_driver_comes_up_signed_after_one_reboot(cases, host):
+def test_with_an_enrolled_key_the_driver_comes_up_signed_after_one_reboot(cases, host, outcome):
     host.shell("mkdir -p /var/lib/dsv4/mok; echo certificate > /var/lib/dsv4/mok/MOK.der; echo key > /var/lib/dsv4/mok/MOK.priv")
     digest = host.shell("sha256sum /var/lib/dsv4/mok/MOK.der").split()[0]
     host.kernel(secure_boot=True, enrolled_keys=[digest])
@@ -246,10 +264,12 @@ def test_with_an_enrolled_key_the_driver_comes_up_signed_after_one_reboot(cases,
     assert digest in host.shell(f"cat /lib/modules/{KERNEL}/updates/dkms/nvidia.ko")
     assert host.shell("nvidia-smi -L").count("GPU-") == 8
     print(f"install and reboot: {run.seconds:.0f} s")
+    boot = "another boot" if host.boot_id() != before else "the same boot"
+    outcome("succeeds, another boot, 8 GPUs", f"{run.ending()}, {boot}, {host.shell('nvidia-smi -L').count('GPU-')} GPUs")
 
 
 @case("ANS-10", "DRV-08-again")
-def test_the_second_run_changes_nothing_although_a_newer_driver_is_offered(cases, host):
+def test_the_second_run_changes_nothing_although_a_newer_driver_is_offered(cases, host, outcome):
     assert B in host.shell("apt-cache policy nvidia-driver-cuda")
     before, boot = host.packages(), host.boot_id()
     run = host.play("driver", nvidia_driver_mok_certificate="/var/lib/dsv4/mok/MOK.der", nvidia_driver_mok_key="/var/lib/dsv4/mok/MOK.priv")
@@ -261,6 +281,7 @@ def test_the_second_run_changes_nothing_although_a_newer_driver_is_offered(cases
     assert host.packages() == before and host.boot_id() == boot
     print(f"second run: {run.seconds:.0f} s")
     host.kernel(secure_boot=False)
+    outcome("succeeds, changed=0", run.ending())
 
 
 def test_facts_of_eight_gpus_take_less_than_a_second(host):
@@ -271,27 +292,30 @@ def test_facts_of_eight_gpus_take_less_than_a_second(host):
 
 
 @case("FAB-04")
-def test_copies_between_idle_gpus_are_compared_once_the_driver_is_there(cases, host):
+def test_copies_between_idle_gpus_are_compared_once_the_driver_is_there(cases, host, outcome):
     run = host.play("gpus")
     assert run.code == 0 and run.changed == 0 and "p2p_" not in run.flat, run.text
     groups = {"prefill": [0, 1, 2, 3], "decode": [4, 5, 6, 7]}
     result = host.module("preflight_gpus", nvml_path="/opt/dsv4/tools", plan={"gpu_count": 8, "groups": groups}, **ROOTS)
     assert result["p2p"]["ran"] and [pair["status"] for pair in result["p2p"]["pairs"]] == ["ok"] * 24 and result["findings"] == []
     with host.described(p2p=[{"gpus": [0, 1], "copy": "wrong_data"}]):
-        run = host.play("gpus")
-        assert run.code != 0 and "copies report success and the data is wrong: 0000:03:00.0 > 0000:04:00.0" in run.flat
-        assert "sglang_dsv4_p2p to disabled" in run.flat and "preflight_ignore: p2p_wrong_data" in run.flat
-        assert host.play("gpus", preflight_ignore=["p2p_wrong_data"]).code == 0
+        foul = host.play("copies")
+        assert foul.code != 0 and "copies report success and the data is wrong: 0000:03:00.0 > 0000:04:00.0" in foul.flat
+        assert "sglang_dsv4_p2p to disabled" in foul.flat and "preflight_ignore: p2p_wrong_data" in foul.flat
+        assert host.play("copies", preflight_ignore=["p2p_wrong_data"]).code == 0
     with host.described(p2p=[{"gpus": [4, 5], "copy": "hang"}]):
-        run = host.play("gpus", preflight_p2p_timeout=5)
-        assert run.code != 0 and "a copy never ended: 0000:83:00.0 > 0000:84:00.0 (no end within 5 s" in run.flat
+        run = host.play("copies", preflight_p2p_timeout=10)
+        assert run.code != 0 and "a copy never ended: 0000:83:00.0 > 0000:84:00.0 (no end within 10 s" in run.flat
     with host.gpu_user([0, 1]):
         run = host.play("gpus")
         assert run.code == 0 and "GPUs [0, 1] are in use, so nothing is copied" in run.flat and "p2p_" not in run.flat
+        # Without the driver's role before it, the module itself sees who uses them.
+        assert "copies between GPUs were not tested: GPUs [0, 1] are in use by gpu-user.service" in host.play("copies").flat
+    outcome("fails", foul.ending(), foul.said("copies report success and the data is wrong: [^(]*"))
 
 
 @case("DRV-09", "DRV-11-pin")
-def test_every_package_of_the_set_is_held_and_a_lost_hold_is_drift(cases, host):
+def test_every_package_of_the_set_is_held_and_a_lost_hold_is_drift(cases, host, outcome):
     names = {line.split()[1] for line in host.packages().splitlines()}
     assert len(names) > 10 and names == set(host.held()) and "cuda-toolkit-13-0" in names
     assert f"Candidate: {A}-1" in host.shell("apt-cache policy libnvidia-ml1")
@@ -308,10 +332,11 @@ def test_every_package_of_the_set_is_held_and_a_lost_hold_is_drift(cases, host):
     assert host.shell("apt-get -s -q dist-upgrade | grep -c ^Inst || true").strip() == "0"  # the pin alone keeps it where it is
     run = host.play("driver")
     assert run.code == 0 and "hold libnvidia-ml1" in run.flat and set(host.held()) == names
+    outcome("all held again", "all held again" if set(host.held()) == names else "not all held", run.said("packages: hold \\S+"))
 
 
 @case("ANS-02")
-def test_a_held_lock_is_waited_for_and_its_holder_named(cases, host):
+def test_a_held_lock_is_waited_for_and_its_holder_named(cases, host, outcome):
     holder = "import fcntl, time; f = open('/var/lib/dpkg/lock-frontend', 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); time.sleep({})"
     install = {"names": ["nvidia-open"], "family": ["nvidia-open"], "version": A, "origin": "NVIDIA"}
     host.shell(f"systemd-run --quiet --collect --unit=lock-holder python3 -c {shlex.quote(holder.format(300))}; sleep 1")
@@ -324,10 +349,11 @@ def test_a_held_lock_is_waited_for_and_its_holder_named(cases, host):
     assert host.module("driver_packages", lock_timeout=120, **install)["changed"] is True
     assert time.monotonic() - began > 8
     assert host.module("driver_packages", absent=["nvidia-open"], family=["nvidia-open"])["remove"] == ["nvidia-open"]
+    outcome("apt_locked", refused["finding"]["id"], re.sub(r"process \d+", "process PID", refused["msg"]))
 
 
 @case("DRV-02")
-def test_a_module_that_does_not_build_leaves_names_and_a_host_that_works(cases, host):
+def test_a_module_that_does_not_build_leaves_names_and_a_host_that_works(cases, host, outcome):
     host.kernel(dkms_fails=[KERNEL])
     run = host.play("driver", nvidia_driver_version=B)
     assert run.code != 0
@@ -346,10 +372,11 @@ def test_a_module_that_does_not_build_leaves_names_and_a_host_that_works(cases, 
         log.count(f"nvidia-kernel-open-dkms:amd64 ({A}-1, {B}-1)") + log.count(f"nvidia-kernel-open-dkms:all ({A}-1, {B}-1)") <= 1
     )  # apt was not asked again
     host.kernel()
+    outcome("fails", run.ending(), run.said("driver packages are not configured: .*?until the next boot"))
 
 
 @case("DRV-04")
-def test_an_upgrade_without_a_reboot_is_reboot_required_and_nothing_else(cases, host):
+def test_an_upgrade_without_a_reboot_is_reboot_required_and_nothing_else(cases, host, outcome):
     run = host.play("driver", nvidia_driver_version=B, nvidia_driver_reboot_ok=False)
     assert f"module {B} is installed, {A} is loaded" in run.flat and "Reboot it yourself and run again" in run.flat
     assert run.code != 0 and "reboot_required" in run.flat  # nothing can be served like this
@@ -361,18 +388,20 @@ def test_an_upgrade_without_a_reboot_is_reboot_required_and_nothing_else(cases, 
     )
     assert "mismatch" in host.command("shell", "nvidia-smi").stdout
     assert B in host.packages() and A not in host.packages()
+    outcome("fails, reboot_required", f"{run.ending()}, {facts['driver']['state']}", run.said("module \\S+ is installed, \\S+ is loaded"))
 
 
 @case("ANS-06")
-def test_a_reboot_past_the_limit_says_how_to_go_on_and_the_next_run_does(cases, host):
+def test_a_reboot_past_the_limit_says_how_to_go_on_and_the_next_run_does(cases, host, outcome):
     before = host.packages()
-    run = host.play("driver", nvidia_driver_version=B, nvidia_driver_reboot_timeout=1)
-    assert run.code != 0 and "It may still" in run.flat and "Nothing is installed twice" in run.flat
+    late = host.play("driver", nvidia_driver_version=B, nvidia_driver_reboot_timeout=1)
+    assert late.code != 0 and "It may still" in late.flat and "Nothing is installed twice" in late.flat
     host.command("up")
     run = host.play("driver", nvidia_driver_version=B)
     assert run.code == 0, run.text
     assert "packages: install" not in run.flat and host.packages() == before
     assert host.module("gpu_info", nvml_path="/opt/dsv4/tools", **ROOTS)["driver"]["state"] == "ok"
+    outcome("fails, then succeeds", f"{late.ending()}, then {run.ending().split(',')[0]}", late.said("was told to reboot and did not come back in time"))
 
 
 def test_the_rollback_brings_the_former_set_back_exactly(host):
@@ -389,8 +418,22 @@ def test_the_rollback_brings_the_former_set_back_exactly(host):
     assert forward.code == 0 and forward.changed == 0, forward.text
 
 
+def test_another_branch_and_back_leave_the_same_set(host):
+    before, held = host.packages(), host.held()
+    run = host.play("driver", nvidia_driver_branch=590, nvidia_driver_version=NEXT_BRANCH)
+    assert run.code == 0, run.text
+    have = {line.split()[1]: line.split()[2] for line in host.packages().splitlines()}
+    assert {version for name, version in have.items() if name != "cuda-toolkit-13-0"} == {f"{NEXT_BRANCH}-1"}
+    facts = host.module("gpu_info", nvml_path="/opt/dsv4/tools", **ROOTS)["driver"]
+    assert facts["loaded_version"] == NEXT_BRANCH and facts["state"] == "ok"
+    run = host.play("rollback", nvidia_driver_rollback_confirm=True)
+    assert run.code == 0, run.text
+    assert host.packages() == before and host.held() == held
+    assert host.module("gpu_info", nvml_path="/opt/dsv4/tools", **ROOTS)["driver"]["loaded_version"] == A
+
+
 @case("DRV-01")
-def test_the_proprietary_flavour_is_found_and_replaced(cases, host):
+def test_the_proprietary_flavour_is_found_and_replaced(cases, host, outcome):
     host.shell("apt-mark unhold nvidia-kernel-open-dkms")
     host.shell(f"DEBIAN_FRONTEND=noninteractive apt-get install -y -q nvidia-kernel-dkms={A}-1 nvidia-kernel-open-dkms- >/dev/null")
     assert "open kernel module required on Blackwell; found proprietary" in host.play("preflight").flat
@@ -398,35 +441,42 @@ def test_the_proprietary_flavour_is_found_and_replaced(cases, host):
     assert run.code == 0, run.text
     assert "nvidia-kernel-dkms " not in host.packages() and "nvidia-kernel-open-dkms" in host.packages()
     assert "MIT/GPL" in host.shell("modinfo nvidia")
+    outcome("succeeds, open", f"{run.ending()}, {'open' if 'MIT/GPL' in host.shell('modinfo nvidia') else 'proprietary'}")
 
 
 @case("FAB-14")
-def test_a_managed_command_line_takes_one_reboot_and_then_none(cases, host):
+def test_a_managed_command_line_takes_one_reboot_and_then_none(cases, host, outcome):
     before = host.boot_id()
     run = host.play("driver", nvidia_driver_manage_cmdline=True, nvidia_driver_reboot_ok=False)
     assert run.code == 0 and "the running command line lacks iommu=pt" in run.flat and host.boot_id() == before
-    assert "iommu.configured=pt, iommu.running=translated, reboot_required=true" in host.play("preflight").flat
+    wanted = host.play("preflight")
+    assert "iommu.configured=pt, iommu.running=translated, reboot_required=true" in wanted.flat
     again = host.play("driver", nvidia_driver_manage_cmdline=True, nvidia_driver_reboot_ok=False)
     assert again.code == 0 and again.changed == 0 and "the running command line lacks iommu=pt" in again.flat
     run = host.play("driver", nvidia_driver_manage_cmdline=True)
     assert run.code == 0 and host.boot_id() != before and "iommu=pt" in host.shell("cat /run/rehearsal/root/proc/cmdline").split()
     assert host.play("driver", nvidia_driver_manage_cmdline=True).changed == 0
     assert "iommu" not in " ".join(re.findall(r"(?:error|warning)\s+(\S+)", host.play("preflight").text))
+    words = wanted.said("iommu.configured=pt, iommu.running=translated, reboot_required=true")
+    outcome("succeeds, then changed=0", f"{run.ending()}, then changed={again.changed}", words)
 
 
 @case("FAB-02")
-def test_acs_above_the_gpus_is_named_and_cleared_at_every_boot(cases, host):
+def test_acs_above_the_gpus_is_named_and_cleared_at_every_boot(cases, host, outcome):
     host.kernel(acs_redirect=["0000:00:03.1", "0000:02:01.0"])
     host.reboot()
-    assert "ACS redirects peer traffic at 0000:00:03.1, 0000:02:01.0" in host.play("preflight").flat
+    named = host.play("preflight")
+    assert "ACS redirects peer traffic at 0000:00:03.1, 0000:02:01.0" in named.flat
     run = host.play("driver", nvidia_driver_manage_cmdline=True, nvidia_driver_disable_acs=True)
     assert run.code == 0 and "acs_redirect" not in host.play("preflight").flat
     host.reboot()
-    assert "acs_redirect" not in host.play("preflight").flat
+    gone = "still there" if "acs_redirect" in host.play("preflight").flat else "then gone"
+    assert gone == "then gone"
     assert host.play("driver", nvidia_driver_manage_cmdline=True, nvidia_driver_disable_acs=True).changed == 0
     host.kernel(lspci_denied=True)
     assert "acs_unknown" in host.play("preflight").flat
     host.kernel()
+    outcome("named, then gone", ("named, " if "acs_redirect" in named.flat else "") + gone, named.said("ACS redirects peer traffic at [^,]*, [0-9a-f:.]*"))
 
 
 def test_a_gpu_that_the_driver_lost_is_named_and_stops_the_role(host):
