@@ -68,7 +68,7 @@ def hopeless(run, before):
     """Why a run is not worth its time, or an empty text."""
     for past in before:
         if past["status"] == "timeout" and past["workload"] == run["workload"] and past["streams"] <= run["streams"]:
-            return "%d stream%s took too long before" % (past["streams"], _s(past["streams"]))
+            return "%s took too long before" % counted(past["streams"], "stream")
         if past["status"] == "failed":
             return "a run before it failed"
     return ""
@@ -76,7 +76,7 @@ def hopeless(run, before):
 
 def run_line(run):
     """One run for the eyes of who waits."""
-    name = "%s, %d stream%s" % (run["workload"], run["streams"], _s(run["streams"]))
+    name = load_name(run)
     if run["status"] != "ok":
         return "%s: %s: %s" % (name, run["status"], run["reason"])
     return "%s: TTFT %s ms, ITL %s ms, %s tokens/s" % (
@@ -85,17 +85,22 @@ def run_line(run):
 
 def planned_lines(runs):
     """What would be sent, for check mode."""
-    repeats = max(run["repeat"] for run in runs)
-    return ["%s, %d stream%s: %d request%s of %d tokens in and %d out, %d time%s" % (
-        run["workload"], run["streams"], _s(run["streams"]), run["requests"], _s(run["requests"]), run["input_tokens"], run["output_tokens"], repeats, _s(repeats))
-        for run in runs if run["repeat"] == 1]
+    repeats = counted(max(run["repeat"] for run in runs), "time")
+    return ["%s: %s of %d tokens in and %d out, %s" % (
+        load_name(run), counted(run["requests"], "request"), run["input_tokens"], run["output_tokens"], repeats) for run in runs if run["repeat"] == 1]
 
 
 # --------------------------------------------------------------------------- what it says
 
 
-def _s(count):
-    return "" if count == 1 else "s"
+def counted(count, what):
+    """A number of things."""
+    return "%d %s%s" % (count, what, "" if count == 1 else "s")
+
+
+def load_name(load):
+    """What people call a run or a cell by."""
+    return "%s, %s" % (load["workload"], counted(load["streams"], "stream"))
 
 
 def number(value):
@@ -208,10 +213,9 @@ def notes(record):
 
 def gaps(record, *statuses):
     """What was not measured, of these statuses or of all."""
-    return ["%s, %d stream%s, %s: %s, %s" % (
-        cell["workload"], cell["streams"], _s(cell["streams"]), "repetition %d" % gap["repeat"] if gap["repeat"] else "warm-up",
-        gap["status"].replace("_", " "), gap["reason"])
-            for cell in record["cells"] for gap in cell["gaps"] if not statuses or gap["status"] in statuses]
+    return ["%s, %s: %s, %s" % (
+        load_name(cell), "repetition %d" % gap["repeat"] if gap["repeat"] else "warm-up", gap["status"].replace("_", " "), gap["reason"])
+        for cell in record["cells"] for gap in cell["gaps"] if not statuses or gap["status"] in statuses]
 
 
 def _spread(figure):
@@ -357,7 +361,9 @@ def svg(record, key):
 
 _STYLE = """
 :root { --ink: #1d2430; --dim: #5b6573; --bg: #fff; --line: #d5dae1; --better: #1b7f3b; --worse: #b3261e; --warn: #8a5a00; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --dim: #9aa5b4; --bg: #14181e; --line: #323a45; --better: #5fd38a; --worse: #ff8a80; --warn: #e8b04b; } }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e8ee; --dim: #9aa5b4; --bg: #14181e; --line: #323a45; --better: #5fd38a; --worse: #ff8a80; --warn: #e8b04b; }
+}
 body { margin: 0; background: var(--bg); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 10px; }

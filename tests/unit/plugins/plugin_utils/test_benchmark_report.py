@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 import pytest
 
@@ -231,7 +231,8 @@ def test_ticks_are_round_and_reach_the_top(top, marks):
     assert logic.ticks(top) == pytest.approx(marks)
 
 
-@pytest.mark.parametrize("value, text", [(0, "0"), (4.6274, "4.63"), (98.926, "98.9"), (1226.4, "1226"), (0.01234, "0.0123"), (9.996, "10.0"), (123456, "123456")])
+@pytest.mark.parametrize("value, text", [
+    (0, "0"), (4.6274, "4.63"), (98.926, "98.9"), (1226.4, "1226"), (0.01234, "0.0123"), (9.996, "10.0"), (123456, "123456")])
 def test_numbers_have_three_digits_or_all_before_the_point(value, text):
     assert logic.number(value) == text
 
