@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from . import build_info
+
 
 @functools.cache
 def multiprocessors(device: int) -> int:
@@ -36,6 +38,16 @@ def refusal(name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int, devi
         return f"{name} is on {tensor.device}"
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         return f"{name} is not dense in its last dimension"
+    return None
+
+
+def first_refusal(device: torch.device, *wanted: tuple[str, torch.Tensor, torch.dtype, int]) -> str | None:
+    """Returns the first reason against (name, tensor, dtype, dims), or that this build has no code for the device."""
+    for name, tensor, dtype, dims in wanted:
+        if reason := refusal(name, tensor, dtype, dims, device):
+            return reason
+    if capability(device.index) not in build_info()["archs"]:
+        return f"this build has no code for {capability(device.index)}"
     return None
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from .. import _lib, build_info, topk
+from .. import _lib, topk
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +48,14 @@ def refusal(
     pitch = _torch.row_stride(kv_cache)
     if pitch % 16 or kv_cache.data_ptr() % 16:
         return "cache pages are not aligned to 16 bytes"
-    for name, tensor, dtype, dims in (
+    if reason := _torch.first_refusal(
+        device,
         ("q", q, torch.float8_e4m3fn, 4),
         ("weights", weights, torch.float32, 2),
         ("seq_lens", seq_lens, torch.int32, 1),
         ("page_table", page_table, torch.int32, 2),
     ):
-        if reason := _torch.refusal(name, tensor, dtype, dims, device):
-            return reason
+        return reason
     if _torch.row_stride(weights) % 2 or weights.data_ptr() % 8:
         return "weights are not aligned to 8 bytes"
     rows = q.shape[0]
@@ -71,8 +71,6 @@ def refusal(
         return f"more than {MAX_REQUESTS} requests"
     if max_seq_len < 1:
         return f"max_seq_len {max_seq_len}"
-    if _torch.capability(device.index) not in build_info()["archs"]:
-        return f"this build has no code for {_torch.capability(device.index)}"
     return None
 
 

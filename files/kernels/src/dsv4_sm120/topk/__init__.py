@@ -7,7 +7,7 @@ import ctypes
 import itertools
 from typing import TYPE_CHECKING
 
-from .. import _lib, build_info
+from .. import _lib
 
 if TYPE_CHECKING:
     import torch
@@ -45,21 +45,21 @@ def refusal(
     from .. import _torch
 
     device = scores.device
-    for name, tensor, dtype, dims in (
+    wanted = [
         ("scores", scores, torch.float32, 2),
         ("seq_lens", seq_lens, torch.int32, 1),
         ("page_tables", page_tables, torch.int32, 2),
         ("out_page_indices", out_page_indices, torch.int32, 2),
-    ):
-        if reason := _torch.refusal(name, tensor, dtype, dims, device):
-            return reason
+    ]
+    if out_raw_indices is not None:
+        wanted.append(("out_raw_indices", out_raw_indices, torch.int32, 2))
+    if reason := _torch.first_refusal(device, *wanted):
+        return reason
     rows, width = scores.shape
     k = out_page_indices.shape[1]
     if rows < 1 or seq_lens.shape[0] != rows or page_tables.shape[0] != rows or out_page_indices.shape[0] != rows:
         return "the tensors differ in rows"
     if out_raw_indices is not None:
-        if reason := _torch.refusal("out_raw_indices", out_raw_indices, torch.int32, 2, device):
-            return reason
         if out_raw_indices.shape != out_page_indices.shape or not out_raw_indices.is_contiguous():
             return "out_raw_indices is not dense or not of the output's shape"
     if not out_page_indices.is_contiguous():
@@ -72,8 +72,6 @@ def refusal(
         return "scores are not aligned to 16 bytes"
     if not 1 <= k <= MAX_K:
         return f"k {k} is more than the {MAX_K} that the kernel was made for"
-    if _torch.capability(device.index) not in build_info()["archs"]:
-        return f"this build has no code for {_torch.capability(device.index)}"
     return None
 
 
