@@ -90,37 +90,15 @@ pool = b"".join(block[i % 8192 :] + block[: i % 8192] + floats(64) for i in rang
 cache, q = upload(pool), upload(bytes(rng.choices(e4m3, k=rows * 8192)))
 weights = upload(floats(rows * 64))
 logits = malloc(rows * WIDTH * 4)
-for next_n in (1, 7):
-    must(
-        indexer(
-            q,
-            8192,
-            cache,
-            8448,
-            weights,
-            64,
-            seq,
-            table,
-            PAGES,
-            PAGES,
-            logits,
-            WIDTH,
-            None,
-            0,
-            rows // next_n,
-            next_n,
-            0,
-            8,
-            None,
-        )
-    )
+# with few blocks by tiles of 32 tokens, with many each warp has one granule
+for next_n, blocks in ((1, 8), (7, 8), (1, 640), (7, 640)):
+    shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, None, 0)
+    must(indexer(*shape, rows // next_n, next_n, 0, blocks, None))
     must(runtime.cudaDeviceSynchronize())
-must(
-    indexer(
-        q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, maxima, stride, rows, 1, K, 8, None
-    )
-)
-must(topk(logits, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 2, 1, 8, None))
-must(runtime.cudaDeviceSynchronize())
-assert sum(i >= 0 for i in download(raw, rows * K)) == sum(min(n, K) for n in lengths)
+for blocks in (8, 640):
+    shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, maxima, stride)
+    must(indexer(*shape, rows, 1, K, blocks, None))
+    must(topk(logits, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 2, 1, 8, None))
+    must(runtime.cudaDeviceSynchronize())
+    assert sum(i >= 0 for i in download(raw, rows * K)) == sum(min(n, K) for n in lengths)
 print("ran")

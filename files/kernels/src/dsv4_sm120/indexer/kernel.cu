@@ -9,12 +9,15 @@
 //
 // Tiles are counted from the lengths on the device and dealt evenly over the blocks: the work is that of the actual
 // lengths, whatever the page table's width, and mixed rows balance. Rows of one request (next_n > 1) take turns on
-// stretches of tiles short enough to stay in the L2, so their keys come from device memory once.
+// stretches of tiles short enough to stay in the L2, so their keys come from device memory once. Where there are so few
+// tokens that each warp gets 16 at most, latency is all, and a way of its own leaves out tiles, ring and barriers for the
+// schedule.
 #include <cuda_fp16.h>
 
 #include <cstdint>
 
 #include "abi.cuh"
+#include "ptx.cuh"
 #include "select.cuh"
 
 // a named namespace: nvcc puts a random mark into the names of an unnamed one, and builds would differ
@@ -24,7 +27,7 @@ constexpr int kHeads = 64;
 constexpr int kDim = 128;
 constexpr int kPage = 64;
 constexpr int kTile = 32;
-constexpr int kGranule = 16;  // tokens that one maximum stands for
+constexpr int kGranule = 16;  // tokens of one product, and that one maximum stands for
 constexpr int kScaleOffset = kPage * kDim;
 constexpr int kThreads = 384;
 constexpr int kWarps = kThreads / 32;
@@ -60,13 +63,6 @@ struct IndexerParams {
   int skip;  // rows of at most `skip` tokens are left alone
 };
 
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 // fp8 operands go into the tensor cores as they are.
 constexpr int kSteps = 4;
@@ -83,10 +79,7 @@ struct KeyOperand {
 };
 
 __device__ __forceinline__ void multiply(float (&acc)[4], const KeyOperand& k, uint2 q) {
-  asm(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(k.a[0]), "r"(k.a[1]), "r"(k.a[2]), "r"(k.a[3]), "r"(q.x), "r"(q.y));
+  multiply_e4m3(acc, k.a, q);
 }
 #else
 // sm_90 would unpack fp8 at each mma; K is unpacked to fp16 once a tile here and the query once a row, both exactly. One
@@ -96,12 +89,6 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const KeyOperand& k, u
 constexpr int kSteps = 8;
 constexpr float kProductScale = 256.0f;
 
-__device__ __forceinline__ uint32_t convert_low(uint32_t four_fp8) {
-  uint32_t halves;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(halves) : "r"(four_fp8));
-  return halves;
-}
-
 // selector 0x3424 takes the high two bytes, 0x1404 the low two
 __device__ __forceinline__ uint32_t shift_in(uint32_t four_fp8, uint32_t selector) {
   const uint32_t spread = __byte_perm(four_fp8, 0, selector);
@@ -109,29 +96,32 @@ __device__ __forceinline__ uint32_t shift_in(uint32_t four_fp8, uint32_t selecto
 }
 
 __device__ __forceinline__ uint2 query_operand(const uint32_t (&words)[8], int step) {
-  return make_uint2(shift_in(words[step], 0x1404), convert_low(words[step] >> 16));
+  return make_uint2(shift_in(words[step], 0x1404), halves_of_low_e4m3(words[step] >> 16));
 }
 
 struct KeyOperand {
   uint32_t a[4];
   __device__ __forceinline__ KeyOperand(const uint32_t (&top)[8], const uint32_t (&bottom)[8], int step)
-      : a{convert_low(top[step]), convert_low(bottom[step]), shift_in(top[step], 0x3424), shift_in(bottom[step], 0x3424)} {}
+      : a{halves_of_low_e4m3(top[step]), halves_of_low_e4m3(bottom[step]), shift_in(top[step], 0x3424), shift_in(bottom[step], 0x3424)} {}
 };
 
 __device__ __forceinline__ void multiply(float (&acc)[4], const KeyOperand& k, uint2 q) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(k.a[0]), "r"(k.a[1]), "r"(k.a[2]), "r"(k.a[3]), "r"(q.x), "r"(q.y));
+  multiply_f16(acc, k.a, q);
 }
 #endif
 
-// Tiles of one request: of its longest row that is scored at all.
-__device__ __forceinline__ int request_tiles(const IndexerParams& p, int request) {
+// Granules of one request: of its longest row that is scored at all.
+__device__ __forceinline__ int request_granules(const IndexerParams& p, int request) {
   int longest = 0;
+  if (request < p.requests) {
 #pragma unroll 1
-  for (int i = 0; i < p.next_n; ++i) longest = max(longest, __ldg(p.lengths + request * p.next_n + i));
-  return longest > max(p.skip, 0) ? (longest + kTile - 1) / kTile : 0;
+    for (int i = 0; i < p.next_n; ++i) longest = max(longest, __ldg(p.lengths + request * p.next_n + i));
+  }
+  return longest > p.skip ? (longest + kGranule - 1) / kGranule : 0;
+}
+
+__device__ __forceinline__ int request_tiles(const IndexerParams& p, int request) {
+  return (request_granules(p, request) + 1) / 2;
 }
 
 // Prefix sums of the tiles over the requests into smem; returns their number. Ends with a barrier passed.
@@ -156,10 +146,6 @@ __device__ __forceinline__ int count_tiles(const IndexerParams& p, Smem& smem) {
   if (threadIdx.x == 0) smem.first_tile[p.requests] = all;
   __syncthreads();
   return all;
-}
-
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // The block's way through its tiles, the same in all warps: stretch by stretch, in each one row after the other. `place`
@@ -219,11 +205,108 @@ struct Walk {
   }
 };
 
-__global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_constant__ IndexerParams p) {
-  extern __shared__ __align__(16) uint8_t raw_smem[];
-  Smem& smem = *reinterpret_cast<Smem*>(raw_smem);
+// A row's query, as operands, and its weights into smem; between two barriers.
+__device__ __forceinline__ void load_query(const IndexerParams& p, Smem& smem, int row) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (warp < kHeads / 8) {
+    const uint8_t* q = p.q + row * p.q_stride + (threadIdx.x >> 2) * kDim + (lane & 3) * 16;
+    const uint4 low = __ldg(reinterpret_cast<const uint4*>(q)), high = __ldg(reinterpret_cast<const uint4*>(q + 64));
+    const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) smem.query[warp][step][lane] = query_operand(words, step);
+  } else if (warp == kHeads / 8) {
+    smem.weights[lane] = __ldg(reinterpret_cast<const float2*>(p.weights + row * p.weight_stride) + lane);
+  }
+}
+
+// The keys of 16 tokens as the products take them.
+struct Keys {
+  uint32_t top[8], bottom[8];
+
+  __device__ __forceinline__ Keys(const uint8_t* k) {
+    const auto load = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); };
+    const uint4 a = load(k), b = load(k + 64), c = load(k + 8 * kDim), d = load(k + 8 * kDim + 64);
+    top[0] = a.x, top[1] = a.y, top[2] = a.z, top[3] = a.w, top[4] = b.x, top[5] = b.y, top[6] = b.z, top[7] = b.w;
+    bottom[0] = c.x, bottom[1] = c.y, bottom[2] = c.z, bottom[3] = c.w;
+    bottom[4] = d.x, bottom[5] = d.y, bottom[6] = d.z, bottom[7] = d.w;
+  }
+};
+
+// `count` granules of the whole batch from `begin` on, one a warp at most; own: the granules of request `lane`. A call, and
+// its parameters by value, so that neither loop's registers are the other's business and none is loaded from memory.
+__device__ __noinline__ void score_few(const IndexerParams p, Smem& smem, int own, int begin, int count) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int group = lane >> 2, quad = lane & 3;
+  // the first and last request of the block and this warp's
+  int request = 0, token = 0, first_request = -1, last_request = 0;
+  const int mine = begin + min(warp, count - 1);
+  for (int first = 0, passed = 0;; first += 32) {
+    if (first) own = request_granules(p, first + lane);
+    const int upto = passed + warp_inclusive_sum(own);
+    const uint32_t reached = __ballot_sync(0xffffffffu, upto > begin), here = __ballot_sync(0xffffffffu, upto > mine);
+    const uint32_t over = __ballot_sync(0xffffffffu, upto >= begin + count);
+    if (first_request < 0 && reached) first_request = first + __ffs(reached) - 1;
+    if (here && mine >= passed) {
+      const int of = __ffs(here) - 1;
+      request = first + of;
+      token = (mine - (__shfl_sync(0xffffffffu, upto, of) - __shfl_sync(0xffffffffu, own, of))) * kGranule;
+    }
+    if (over) {
+      last_request = first + __ffs(over) - 1;
+      break;
+    }
+    passed = __shfl_sync(0xffffffffu, upto, 31);
+  }
+  const bool used = warp < count;
+  const int number = __ldg(p.page_table + request * p.next_n * p.table_stride + token / kPage);
+  const uint8_t* page = p.pages + number * p.page_pitch;
+  const Keys keys(page + (token % kPage + group) * kDim + quad * 16);
+  const float* scales = reinterpret_cast<const float*>(page + kScaleOffset);
+  const float scale = __ldg(scales + token % kPage + (quad & 1) * 8 + group) * kProductScale;
+#pragma unroll 1
+  for (int row = first_request * p.next_n; row < (last_request + 1) * p.next_n; ++row) {
+    const int length = __ldg(p.lengths + row);
+    if (length <= p.skip) continue;
+    __syncthreads();  // the query before is not needed any more
+    load_query(p, smem, row);
+    __syncthreads();
+    if (!used || row < request * p.next_n || row >= (request + 1) * p.next_n || token >= length) continue;
+    float acc[kHeads / 8][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const KeyOperand k(keys.top, keys.bottom, step);
+#pragma unroll
+      for (int n = 0; n < kHeads / 8; ++n) multiply(acc[n], k, smem.query[n][step][lane]);
+    }
+    float sums[2] = {};  // tokens group and group + 8
+#pragma unroll
+    for (int n = 0; n < kHeads / 8; ++n) {
+      const float2 weight = smem.weights[n * 4 + quad];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        sums[m] = fmaf(fmaxf(acc[n][2 * m], 0.0f), weight.x, sums[m]);
+        sums[m] = fmaf(fmaxf(acc[n][2 * m + 1], 0.0f), weight.y, sums[m]);
+      }
+    }
+    // two lanes of a quad end up with one token: bit 0 says + 8
+    const bool odd = quad & 1;
+    const float half = (odd ? sums[1] : sums[0]) + __shfl_xor_sync(0xffffffffu, odd ? sums[0] : sums[1], 1);
+    const float logit = (half + __shfl_xor_sync(0xffffffffu, half, 2)) * scale;
+    const int index = token + (quad & 1) * 8 + group;
+    const bool valid = index < length;
+    if (valid && quad < 2) p.logits[row * p.logit_stride + index] = logit;
+    if (p.maxima) {
+      const uint32_t most = __reduce_max_sync(0xffffffffu, valid ? key_of(logit) : 0u);
+      if (lane == 0) p.maxima[row * p.maxima_stride + token / kGranule] = value_of(most);
+    }
+  }
+}
+
+__global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_constant__ IndexerParams p) {
+  Smem& smem = shared_memory<Smem>();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int group = lane >> 2, quad = lane & 3;
+  const int own = request_granules(p, lane);  // asked for before all else
   {
     // what the block will probably need is on its way before the lengths say so
     const int row = static_cast<int>(blockIdx.x * static_cast<unsigned>(p.requests) / gridDim.x) * p.next_n;
@@ -232,9 +315,21 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
     else if (threadIdx.x < 82 && (threadIdx.x - 66) * 32 < p.table_width)
       prefetch(p.page_table + row * p.table_stride + (threadIdx.x - 66) * 32);
   }
-  const int tiles = count_tiles(p, smem);
   // a kernel that follows may start its prologue; it waits for this one's end before it reads
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  launch_dependents();
+  {
+    int granules = own;
+#pragma unroll 1
+    for (int first = 32; first < p.requests; first += 32) granules += request_granules(p, first + lane);
+    granules = __reduce_add_sync(0xffffffffu, granules);
+    const int blocks = gridDim.x, each = ((granules + blocks - 1) / blocks + 3) & ~3;
+    if (each <= kWarps) {
+      const int begin = blockIdx.x * each;
+      if (begin < granules) score_few(p, smem, own, begin, min(each, granules - begin));
+      return;
+    }
+  }
+  const int tiles = count_tiles(p, smem);
   // Few tiles are spread thin, for latency; counts of four fall together with the ends of rows more often.
   const int each = ((tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x) + 3) & ~3;
   const int begin = blockIdx.x * each;
@@ -264,19 +359,11 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
         // all warps come to a new row at the same turn
         query_row = now.x;
         __syncthreads();
-        if (warp < kHeads / 8) {
-          const uint8_t* q = p.q + query_row * p.q_stride + (threadIdx.x >> 2) * kDim + quad * 16;
-          const uint4 low = __ldg(reinterpret_cast<const uint4*>(q)), high = __ldg(reinterpret_cast<const uint4*>(q + 64));
-          const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) smem.query[warp][step][lane] = query_operand(words, step);
-        } else if (warp == kHeads / 8) {
-          smem.weights[lane] = __ldg(reinterpret_cast<const float2*>(p.weights + query_row * p.weight_stride) + lane);
-        }
+        load_query(p, smem, query_row);
         __syncthreads();
       }
     }
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    committed_copies_arrived<kStages - 1>();
     __syncwarp();
     uint32_t top[2][8], bottom[2][8];
     float scale = 0.0f;
@@ -300,10 +387,10 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
       const uint8_t* base = p.pages + page * p.page_pitch;
       const uint8_t* k = base + (token % kPage + group) * kDim + quad * 16;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) copy16(&stage.k[i][lane], k + (i >> 1) * 8 * kDim + (i & 1) * 64);
-      if (lane < kTile / 4) copy16(&stage.scale[lane * 4], base + kScaleOffset + (token % kPage + lane * 4) * 4);
+      for (int i = 0; i < 8; ++i) copy_async16(&stage.k[i][lane], k + (i >> 1) * 8 * kDim + (i & 1) * 64);
+      if (lane < kTile / 4) copy_async16(&stage.scale[lane * 4], base + kScaleOffset + (token % kPage + lane * 4) * 4);
     }
-    commit();
+    commit_copies();
     if (length >= 0) lead.next(), look();
     if (now.z <= 0 || turn < 0) continue;
 
@@ -347,7 +434,7 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
       if (lane == 1 && now.y + kGranule < now.z) maxima[1] = value_of(upper);
     }
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  copies_arrived();
 }
 
 }  // namespace dsv4::indexer
@@ -378,6 +465,10 @@ DSV4_EXPORT int dsv4_indexer(const void* q, long long q_stride, const void* page
   const IndexerParams p{static_cast<const uint8_t*>(q), static_cast<const uint8_t*>(pages), weights, lengths,
                         page_table, logits, maxima, page_pitch, weight_stride, table_stride, logit_stride,
                         maxima_stride, q_stride, requests, next_n, table_width, skip};
-  indexer_kernel<<<sms, kThreads, sizeof(Smem), static_cast<cudaStream_t>(stream)>>>(p);
-  return cudaPeekAtLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(sms);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Smem);
+  config.stream = static_cast<cudaStream_t>(stream);
+  return cudaLaunchKernelEx(&config, indexer_kernel, p);
 }

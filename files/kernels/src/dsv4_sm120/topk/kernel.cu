@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Top-k of each row's actual length, written as page-table-transformed slots in ascending token order.
 //
-// A row is selected in two strides. First a bound: each thread takes the maximum of the values it holds; if k threads
-// have one, the k-th largest of these maxima is no greater than the k-th largest value, as they are different values.
-// Then only the values that reach the bound are listed, in index order, a few more than k of them, and the exact
-// threshold is found in the list. If more reach it than the list holds (ties), the row goes the slow way, exact too.
+// A row of up to 4,096 values is selected as it is: a histogram, the bin of the k-th largest, and ranks among the few in
+// that bin. A longer one gets a bound first: each thread takes the maximum of the values it holds; if k threads have one,
+// the k-th largest of these maxima is no greater than the k-th largest value, as they are different values. Then the
+// values that reach the bound are listed, in index order, a few more than k of them, and the list is selected from like a
+// short row. If more reach it than the list holds (ties), the row goes the slow way, exact too.
 //
 // Rows of more than 16,384 values are cut into chunks for many blocks. A chunk leaves the maximum of every granule of 16
 // values; the block that finishes a row's last chunk treats the maxima as values, lists the granules that reach the
@@ -13,6 +14,7 @@
 #include <algorithm>
 
 #include "abi.cuh"
+#include "ptx.cuh"
 #include "select.cuh"
 
 // a named namespace: nvcc puts a random mark into the names of an unnamed one, and builds would differ
@@ -31,10 +33,6 @@ constexpr int kMaxK = 2048;
 // Zero when the library is loaded; the block that uses the last count puts zero back.
 __device__ unsigned int arrived[kCounterSets * kMaxScheduledRows];
 
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 struct TopkParams {
   const float* scores;
   const int* lengths;
@@ -51,6 +49,7 @@ struct TopkParams {
 struct Smem {
   SelectSmem select;
   int pages[kPageSlots];
+  int taken[kMaxK];  // tokens, ascending
   int is_last;
 };
 
@@ -69,24 +68,19 @@ struct Row {
         table(p.page_table + row * p.table_stride), out(static_cast<long long>(row) * p.k), row(row),
         length(length) {}
 
-  // Fetches the row's part of the page table; pages_arrived() and a barrier before it is used.
+  // Fetches the row's part of the page table; copies_arrived() and a barrier before it is used.
   __device__ __forceinline__ void fetch_pages() const {
     const int pages = min((length + (1 << p.page_bits) - 1) >> p.page_bits, kPageSlots);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < pages; i += kSelectThreads) {
-      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(&smem.pages[i]));
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(table + i) : "memory");
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    for (int i = threadIdx.x; i < pages; i += kSelectThreads) copy_async4(&smem.pages[i], table + i);
   }
 
-  __device__ __forceinline__ void pages_arrived() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-  __device__ __forceinline__ void write(uint32_t position, int index) const {
+  // Writes token `index` of the row as its i-th.
+  __device__ __forceinline__ void write(int i, int index) const {
     const int page = index >> p.page_bits;
     const int physical = page < kPageSlots ? smem.pages[page] : __ldg(table + page);
-    p.slots[out + position] = (physical << p.page_bits) | (index & ((1 << p.page_bits) - 1));
-    if (p.raw) p.raw[out + position] = index;
+    p.slots[out + i] = (physical << p.page_bits) | (index & ((1 << p.page_bits) - 1));
+    if (p.raw) p.raw[out + i] = index;
   }
 
   // At most k values: all of them, then -1.
@@ -100,8 +94,8 @@ struct Row {
     }
   }
 
+  __device__ __forceinline__ bool list(int& count) const;
   __device__ __forceinline__ bool select() const;
-  __device__ __forceinline__ void finish(int count, bool binned) const;
   __device__ __forceinline__ void select_slowly() const;
 };
 
@@ -109,6 +103,7 @@ enum Source { kScores, kMaxima, kGranules };
 
 // Four values from an address that is a multiple of 16, the first `valid` of them; -inf for the rest, which are not read.
 __device__ __forceinline__ float4 load_four(const float* from, int valid) {
+  // a branch, so that the two ways do not wait for one another's registers
   if (valid == 4) return __ldcg(reinterpret_cast<const float4*>(from));
   float4 four = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
   if (valid > 0) four.x = __ldcg(from);
@@ -124,34 +119,15 @@ __device__ __forceinline__ int held_index(int vectors, int j) {
   return ((threadIdx.x >> 5) * vectors + j) * 128 + (threadIdx.x & 31) * 4;
 }
 
-// Called, not inlined, from both ends of select(); by value, as a reference to a Row would put it in memory.
-__device__ __noinline__ void finish_row(const TopkParams& p, Smem& smem, int row, int length, int count, bool binned);
-
-// Returns false, with nothing written, when the row must go the slow way.
-__device__ __forceinline__ bool Row::select() const {
+// Lists the values of a row of more than kListed that reach a bound, in index order; false if the list cannot hold them.
+__device__ __forceinline__ bool Row::list(int& count) const {
   SelectSmem& s = smem.select;
-  fetch_pages();
-  int count = length;
-  if (length <= kListed) {
-    // the list is the row
-    const int first = threadIdx.x * 4, valid = min(max(length - first, 0), 4);
-    const float4 x = load_four(scores + first, valid);
-    *reinterpret_cast<float4*>(&s.values[first]) = x;
-    *reinterpret_cast<int4*>(&s.indices[first]) = make_int4(first, first + 1, first + 2, first + 3);
-    if (valid > 0) atomicAdd(&s.bins[bin_of(x.x)], 1u);
-    if (valid > 1) atomicAdd(&s.bins[bin_of(x.y)], 1u);
-    if (valid > 2) atomicAdd(&s.bins[bin_of(x.z)], 1u);
-    if (valid > 3) atomicAdd(&s.bins[bin_of(x.w)], 1u);
-    finish_row(p, smem, row, length, count, true);
-    return true;
-  }
   if (p.k > kSelectThreads) return false;
   const bool is_long = length > kMaxHeld;
   Source source = is_long ? kMaxima : kScores;
-  if (is_long) count = (length + kGranule - 1) / kGranule;
+  count = is_long ? (length + kGranule - 1) / kGranule : length;
   if (count < p.k) return false;
   float bound = -INFINITY;
-  bool bounded = false;
 #pragma unroll 1
   while (true) {
     const int vectors = (count + (1 << kStepBits) - 1) >> kStepBits;
@@ -164,15 +140,15 @@ __device__ __forceinline__ bool Row::select() const {
 #pragma unroll
     for (int j = 0; j < kHeld / 4; ++j) {
       index[j] = held_index(vectors, j);
-      int here = 0;
+      x[j] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
       if (j < vectors && index[j] < count) {
         if (source == kGranules) index[j] = s.indices[index[j] / kGranule] * kGranule + index[j] % kGranule;
-        here = min(max(end - index[j], 0), 4);
+        const int here = min(max(end - index[j], 0), 4);
+        x[j] = load_four(from + index[j], here);
+        valid |= ((1u << here) - 1u) << (4 * j);
       }
-      x[j] = load_four(from + index[j], here);
-      valid |= ((1u << here) - 1u) << (4 * j);
     }
-    if (!bounded) {
+    if (source != kGranules) {
       // Each thread holds at most 4 * vectors values, so at least count / (4 * vectors) threads hold one. Their maxima
       // give a bound if they are k; if they are 2 k, a good one. Otherwise all values are counted.
       if (count >= 2 * p.k * 4 * vectors) {
@@ -191,11 +167,11 @@ __device__ __forceinline__ bool Row::select() const {
       }
       find_bin(s, p.k);
       bound = bin_floor(s.bin);
-      bounded = true;
     }
     uint32_t reached = 0;
 #pragma unroll
     for (int j = 0; j < kHeld / 4; ++j) {
+      if (j < vectors)
       reached |= (x[j].x >= bound ? 1u : 0u) << (4 * j) | (x[j].y >= bound ? 2u : 0u) << (4 * j) |
                  (x[j].z >= bound ? 4u : 0u) << (4 * j) | (x[j].w >= bound ? 8u : 0u) << (4 * j);
     }
@@ -205,18 +181,18 @@ __device__ __forceinline__ bool Row::select() const {
 #pragma unroll
     for (int j = 0; j < kHeld / 4; ++j) counts |= __popc(reached >> (4 * j) & 15u) << (8 * j);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const uint32_t upto = warp_inclusive_sum(counts);
-    const uint32_t in_warp = __shfl_sync(0xffffffffu, upto, 31);
-    if (lane == 31) s.warp_sums[1][warp] = __dp4a(in_warp, 0x01010101u, 0u);
+    const uint32_t in_warp = __reduce_add_sync(0xffffffffu, counts);
+    if (lane == 0) s.warp_sums[1][warp] = __dp4a(in_warp, 0x01010101u, 0u);
     __syncthreads();  // also: the granule list was read and may be written over
-    const uint32_t totals = warp_inclusive_sum(s.warp_sums[1][lane]);
-    const uint32_t listed = __shfl_sync(0xffffffffu, totals, 31);
-    const uint32_t before = __shfl_sync(0xffffffffu, totals, warp ? warp - 1 : 0);
+    const uint32_t sums = s.warp_sums[1][lane];
+    const uint32_t upto = warp_inclusive_sum(counts);
+    const uint32_t listed = __reduce_add_sync(0xffffffffu, sums);
+    uint32_t base = __reduce_add_sync(0xffffffffu, lane < warp ? sums : 0);
     const bool last = source != kMaxima;
     if (listed > (last ? kListed : kMaxHeld / kGranule)) return false;
-    uint32_t base = warp ? before : 0;
 #pragma unroll
     for (int j = 0; j < kHeld / 4; ++j) {
+      if (j >= vectors) break;
       uint32_t position = base + ((upto - counts) >> (8 * j) & 255u);
       base += in_warp >> (8 * j) & 255u;
       const float values[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
@@ -228,42 +204,112 @@ __device__ __forceinline__ bool Row::select() const {
         }
       }
     }
+    if (threadIdx.x == 0) s.bound = key_of(bound);
     __syncthreads();
     count = listed;
     if (last) break;
     source = kGranules;
     count *= kGranule;
   }
-  finish_row(p, smem, row, length, count, false);
   return true;
 }
 
-// Selects from the list of `count` candidates and writes. binned: they are in the bins already.
-__device__ __forceinline__ void Row::finish(int count, bool binned) const {
+// Selects and writes; false, with nothing written, when the row must go the slow way.
+__device__ __forceinline__ bool Row::select() const {
   SelectSmem& s = smem.select;
-  find_threshold(s, count, p.k, binned);
-  pages_arrived();
-  const uint32_t threshold = s.threshold, equal = s.equal;
-  uint32_t written = 0, equals = 0;
-#pragma unroll 1
-  for (int start = 0, turn = 0; start < count; start += kSelectThreads, ++turn) {
-    const int i = start + threadIdx.x;
-    const uint32_t key = i < count ? key_of(s.values[i]) : 0u;
-    uint32_t total;
-    // greater ones in the low half, equal ones in the high half
-    const uint32_t own = (key > threshold) | (key == threshold) << 16;
-    const uint32_t before = block_prefix(s, own, turn, total);
-    const uint32_t equal_rank = equals + (before >> 16);
-    if (key > threshold || (key == threshold && equal_rank < equal))
-      write(written + (before & 0xffffu) + min(equal_rank, equal), s.indices[i]);
-    written += total & 0xffffu;
-    equals += total >> 16;
+  fetch_pages();
+  const bool whole = length <= kListed;
+  int count = length;
+  if (!whole && !list(count)) return false;
+  // Four candidates a thread, in index order; warps without one have little to do.
+  const int first = threadIdx.x * 4, valid = min(max(count - first, 0), 4);
+  float4 x{};
+  int4 index{};
+  uint32_t level[4] = {};  // the bin, from 1; 0 for no value
+  if (valid) {
+    if (whole) {
+      x = load_four(scores + first, valid);
+      index = make_int4(first, first + 1, first + 2, first + 3);
+    } else {
+      x = *reinterpret_cast<const float4*>(&s.values[first]);
+      index = *reinterpret_cast<const int4*>(&s.indices[first]);
+    }
+    const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (c >= valid) break;
+      // listed values lie close above the bound, so their bins are narrow: 4,096 for the next octave
+      const uint32_t bin = whole ? bin_of(values[c]) : min((key_of(values[c]) - s.bound) >> 11, kBins - 1);
+      level[c] = bin + 1;
+      atomicAdd(&s.bins[bin], 1u);
+    }
   }
-}
-
-__device__ __noinline__ void finish_row(const TopkParams& p, Smem& smem, int row, int length, int count, bool binned) {
-  const Row work(p, smem, row, length);
-  work.finish(count, binned);
+  const float values[4] = {x.x, x.y, x.z, x.w};
+  const int indices[4] = {index.x, index.y, index.z, index.w};
+  find_bin_here(s, p.k);
+  uint32_t threshold = s.bin + 1, wanted = p.k - s.above;
+  const uint32_t in_bin = s.count;
+  const bool many = in_bin > kMaxRank;
+  if (many) {
+    // ties, mostly: the exact key, byte by byte from the highest
+    const uint32_t bin = threshold;
+    uint32_t mask = 0;
+    threshold = 0;
+#pragma unroll 1
+    for (int shift = 24; shift >= 0; shift -= 8) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const uint32_t key = key_of(values[c]);
+        if (level[c] == bin && (key & mask) == threshold) atomicAdd(&s.bins[key >> shift & 255u], 1u);
+      }
+      find_bin(s, wanted);
+      threshold |= s.bin << shift;
+      mask |= 255u << shift;
+      wanted -= s.above;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) level[c] = c < valid ? key_of(values[c]) : 0;
+  }
+  copies_arrived();
+  const bool rank = !many && in_bin > wanted;
+  if (threadIdx.x < kMaxRank / 32) s.chosen[threadIdx.x] = 0;
+  uint32_t own = 0;  // greater ones in the low half, equal ones in the high half
+#pragma unroll
+  for (int c = 0; c < 4 && valid; ++c) own += (level[c] > threshold) | (level[c] == threshold) << 16;
+  uint32_t total;
+  const uint32_t before = block_prefix(s, own, 1, total);
+  const uint32_t greater = before & 0xffffu, equal = before >> 16;
+  if (rank) {
+    uint32_t tie = equal;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if (level[c] == threshold) s.tied[tie++] = key_of(values[c]);
+    __syncthreads();
+    choose_ties(s, in_bin, wanted);
+  }
+  if (own) {
+    uint32_t position = greater, tie = equal;
+    if (rank) {
+      position += __popc(s.chosen[tie / 32] & ((1u << (tie & 31)) - 1));
+#pragma unroll 1
+      for (int i = 0; i < tie / 32; ++i) position += __popc(s.chosen[i]);
+    } else {
+      position += min(tie, wanted);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      bool take = level[c] > threshold;
+      if (level[c] == threshold) {
+        take = rank ? s.chosen[tie / 32] >> (tie & 31) & 1u : tie < wanted;
+        ++tie;
+      }
+      if (take) smem.taken[position++] = indices[c];
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.k; i += kSelectThreads) write(i, smem.taken[i]);
+  return true;
 }
 
 // Exact for any row and k: byte-wise passes over the row in device memory (mostly L2), then one to write. For rows
@@ -290,7 +336,7 @@ __device__ __forceinline__ void Row::select_slowly() const {
     wanted -= s.above;
     __syncthreads();
   }
-  pages_arrived();
+  copies_arrived();
   uint32_t written = 0, equals = 0;
 #pragma unroll 1
   for (int start = 0, turn = 0; start < length && written + min(equals, wanted) < p.k; start += 4 * kSelectThreads, ++turn) {
@@ -347,8 +393,7 @@ __device__ __forceinline__ void write_maxima(const TopkParams& p, int row, int b
 }
 
 __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_constant__ TopkParams p) {
-  extern __shared__ __align__(16) uint8_t raw_smem[];
-  Smem& smem = *reinterpret_cast<Smem*>(raw_smem);
+  Smem& smem = shared_memory<Smem>();
   const int lane = threadIdx.x & 31;
   const int first_length = lane < p.rows ? __ldg(p.lengths + lane) : 0;  // of row `lane`, asked for before all else
   // the bins are clear whenever nobody counts: find_bin leaves them so
@@ -365,10 +410,12 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
     }
   }
   __syncthreads();
-  if (p.maxima_ready) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (p.maxima_ready) wait_for_primary();
 
-  // The schedule, found by each warp for itself. Chunks are 4,096 << shift values, enough for all blocks to have some.
-  int shift = 0;
+  // The schedule, found by each warp for itself. Without long rows a unit is a row. Otherwise a long row is a unit for each
+  // of its chunks of 4,096 << shift values, enough for all blocks to have some.
+  int chunk_bits = kStepBits;
+  bool chunked = false;
   if (p.scheduled) {
     int steps = 0;
 #pragma unroll 1
@@ -377,15 +424,15 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
       if (length > kMaxHeld) steps += (length + (1 << kStepBits) - 1) >> kStepBits;
     }
     steps = __reduce_add_sync(0xffffffffu, steps);
+    chunked = steps > 0;
 #pragma unroll 1
-    while ((steps >> shift) > static_cast<int>(gridDim.x)) ++shift;
+    while ((steps << kStepBits >> chunk_bits) > static_cast<int>(gridDim.x)) ++chunk_bits;
   }
-  const int chunk_bits = kStepBits + shift;
   int unit = blockIdx.x;
 #pragma unroll 1
   while (true) {
     int row = unit, length = 0, chunks = 1, chunk = 0;
-    if (p.scheduled) {
+    if (chunked) {
       int passed = 0;  // units of the rows before
       row = -1;
 #pragma unroll 1
@@ -409,20 +456,18 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
       if (row < 0) return;  // no units are left
     } else {
       if (row >= p.rows) return;
-      length = __ldg(p.lengths + row);
+      length = row < 32 ? __shfl_sync(0xffffffffu, first_length, row) : __ldg(p.lengths + row);
     }
     length = min(max(length, 0), p.width);
     bool mine = true;
     if (length > kMaxHeld && !p.maxima_ready) {
-      if (p.scheduled) write_maxima(p, row, chunk << chunk_bits, min((chunk + 1) << chunk_bits, length));
-      else write_maxima(p, row, 0, length);
+      const int begin = p.scheduled ? chunk << chunk_bits : 0;
+      write_maxima(p, row, begin, p.scheduled ? min(begin + (1 << chunk_bits), length) : length);
       __syncthreads();
       if (chunks > 1) {
         if (threadIdx.x == 0) {
           unsigned int* counter = &arrived[p.counter_set * kMaxScheduledRows + row];
-          unsigned int before;
-          asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-          smem.is_last = before == chunks - 1u;
+          smem.is_last = arrive(counter) == chunks - 1u;
           if (smem.is_last) *counter = 0;
         }
         __syncthreads();

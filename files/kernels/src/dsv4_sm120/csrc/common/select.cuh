@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pieces for exact selection of the k largest values by one block of 1,024 threads.
 //
-// The code is kept small on purpose: with a cold cache every 128 bytes of instructions come from device memory, and a
-// first version that held everything unrolled spent more time fetching itself than selecting.
+// The code is kept short on purpose: with eight warps a scheduler a hundred instructions that all threads execute take
+// 0.4 us, as much as several barriers, so what only some warps have to do the others skip.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -15,7 +15,7 @@ constexpr int kSelectThreads = 1024;
 constexpr int kBins = 4096;
 constexpr int kListed = 4096;
 // past this many values in the threshold bin, byte-wise passes cost less than ranking all pairs
-constexpr int kMaxRank = 512;
+constexpr int kMaxRank = 256;
 
 // Orders as the floats do; -0 equals +0.
 __device__ __forceinline__ uint32_t key_of(float x) {
@@ -55,24 +55,24 @@ struct SelectSmem {
   uint32_t bins[kBins];
   float values[kListed];  // the candidates, in index order
   int indices[kListed];
-  uint32_t tied[kMaxRank + 4];
+  uint32_t tied[kMaxRank];  // keys in the threshold bin, in index order
+  uint32_t chosen[kMaxRank / 32 + 1];  // a bit for each of them
   uint32_t warp_sums[2][32];
   uint32_t bin, above, count;  // threshold bin, values above it, values in it
-  uint32_t listed;
-  uint32_t threshold, equal;
+  uint32_t bound;              // key that the listed values reach
 };
 
-// Exclusive prefix over the block of x and its total; two barriers' worth of buffers alternate by `turn`, so one
-// barrier a call is enough.
+// Exclusive prefix over the block of x and its total. One barrier, with it what was written before is seen; calls in
+// turn take alternating `turn`s.
 __device__ __forceinline__ uint32_t block_prefix(SelectSmem& smem, uint32_t x, int turn, uint32_t& total) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const uint32_t inclusive = warp_inclusive_sum(x);
-  if (lane == 31) smem.warp_sums[turn & 1][warp] = inclusive;
+  const uint32_t in_warp = __reduce_add_sync(0xffffffffu, x);
+  if (lane == 0) smem.warp_sums[turn & 1][warp] = in_warp;
   __syncthreads();
-  const uint32_t totals = warp_inclusive_sum(smem.warp_sums[turn & 1][lane]);
-  total = __shfl_sync(0xffffffffu, totals, 31);
-  const uint32_t before = __shfl_sync(0xffffffffu, totals, warp ? warp - 1 : 0);
-  return (warp ? before : 0) + inclusive - x;
+  const uint32_t sums = smem.warp_sums[turn & 1][lane];
+  const uint32_t inclusive = in_warp ? warp_inclusive_sum(x) : 0;
+  total = __reduce_add_sync(0xffffffffu, sums);
+  return __reduce_add_sync(0xffffffffu, lane < warp ? sums : 0) + inclusive - x;
 }
 
 __device__ __forceinline__ void clear_bins(SelectSmem& smem) {
@@ -82,81 +82,52 @@ __device__ __forceinline__ void clear_bins(SelectSmem& smem) {
 // Finds the bin in which the count, from the highest bin down, reaches k, and clears the bins. The additions to bins[]
 // need no barrier before this call. After it bin, above and count are set for all threads; if fewer than k values were
 // counted they keep what they were.
-__device__ __noinline__ void find_bin(SelectSmem& smem, uint32_t k) {
+__device__ __forceinline__ void find_bin_here(SelectSmem& smem, uint32_t k) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __syncthreads();
   const int group = kSelectThreads - 1 - threadIdx.x;
   const uint4 counts = reinterpret_cast<const uint4*>(smem.bins)[group];
   reinterpret_cast<uint4*>(smem.bins)[group] = make_uint4(0, 0, 0, 0);
   const uint32_t sum = counts.x + counts.y + counts.z + counts.w;
-  uint32_t total;
-  uint32_t above = block_prefix(smem, sum, 0, total);
-  if (above < k && above + sum >= k) {
-    int bin = group * 4 + 3;
-    uint32_t count = counts.w;
-    if (above + count < k) above += count, count = counts.z, --bin;
-    if (above + count < k) above += count, count = counts.y, --bin;
-    if (above + count < k) above += count, count = counts.x, --bin;
-    smem.bin = bin;
-    smem.above = above;
-    smem.count = count;
-    smem.listed = 0;
+  const uint32_t in_warp = __reduce_add_sync(0xffffffffu, sum);
+  if (lane == 0) smem.warp_sums[0][warp] = in_warp;
+  __syncthreads();
+  const uint32_t sums = smem.warp_sums[0][lane];
+  uint32_t above = __reduce_add_sync(0xffffffffu, lane < warp ? sums : 0);
+  if (above < k && above + in_warp >= k) {  // one warp
+    above += warp_inclusive_sum(sum) - sum;
+    if (above < k && above + sum >= k) {
+      int bin = group * 4 + 3;
+      uint32_t count = counts.w;
+      if (above + count < k) above += count, count = counts.z, --bin;
+      if (above + count < k) above += count, count = counts.y, --bin;
+      if (above + count < k) above += count, count = counts.x, --bin;
+      smem.bin = bin;
+      smem.above = above;
+      smem.count = count;
+    }
   }
   __syncthreads();
 }
 
-// The k-th largest of the `count` listed values (count > k) into smem.threshold, as a key, and into smem.equal how
-// many of its equals are among the k. bins[] must be clear, or with `binned` hold just the listed values; they are
-// clear afterwards. Ends with a barrier passed.
-__device__ __forceinline__ void find_threshold(SelectSmem& smem, int count, uint32_t k, bool binned) {
-  if (!binned) {
+// The same as a call, where its code is not worth another copy.
+__device__ __noinline__ void find_bin(SelectSmem& smem, uint32_t k) { find_bin_here(smem, k); }
+
+// Marks in chosen[], which must be clear, the `wanted` largest of tied[]'s `count` keys, of equal ones the first. Ends
+// with a barrier passed.
+__device__ __forceinline__ void choose_ties(SelectSmem& smem, int count, uint32_t wanted) {
+  const int lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kSelectThreads) atomicAdd(&smem.bins[bin_of(smem.values[i])], 1u);
-  }
-  find_bin(smem, k);
-  const uint32_t bin = smem.bin, in_bin = smem.count;
-  uint32_t wanted = k - smem.above;
-  if (in_bin <= kMaxRank) {
+  for (int i = threadIdx.x >> 5; i < count; i += kSelectThreads / 32) {
+    const uint32_t key = smem.tied[i];
+    uint32_t ahead = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-      const float value = smem.values[i];
-      if (bin_of(value) == bin) smem.tied[atomicAdd(&smem.listed, 1u)] = key_of(value);
+    for (int j = lane; j - lane < count; j += 32) {
+      const uint32_t other = j < count ? smem.tied[j] : 0;
+      ahead += __popc(__ballot_sync(0xffffffffu, other > key || (other == key && j < i)));
     }
-    if (threadIdx.x < 4) smem.tied[in_bin + threadIdx.x] = 0;
-    __syncthreads();
-    if (threadIdx.x < in_bin) {
-      const uint32_t own = smem.tied[threadIdx.x];
-      uint32_t greater = 0, not_less = 0;
-#pragma unroll 1
-      for (uint32_t i = 0; i < in_bin; i += 4) {
-        const uint4 other = *reinterpret_cast<const uint4*>(&smem.tied[i]);
-        greater += (other.x > own) + (other.y > own) + (other.z > own) + (other.w > own);
-        not_less += (other.x >= own) + (other.y >= own) + (other.z >= own) + (other.w >= own);
-      }
-      if (greater < wanted && wanted <= not_less) {  // all threads of that key write the same
-        smem.threshold = own;
-        smem.equal = wanted - greater;
-      }
-    }
-    __syncthreads();
-    return;
+    if (lane == 0 && ahead < wanted) atomicOr(&smem.chosen[i / 32], 1u << (i & 31));
   }
-  // Many values share a bin (ties, mostly): exact bytes of the key, from the highest down.
-  uint32_t prefix = 0, mask = 0;
-#pragma unroll 1
-  for (int shift = 24; shift >= 0; shift -= 8) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-      const float value = smem.values[i];
-      const uint32_t key = key_of(value);
-      if ((key & mask) == prefix && bin_of(value) == bin) atomicAdd(&smem.bins[key >> shift & 255u], 1u);
-    }
-    find_bin(smem, wanted);
-    prefix |= smem.bin << shift;
-    mask |= 255u << shift;
-    wanted -= smem.above;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) smem.threshold = prefix, smem.equal = wanted;
   __syncthreads();
 }
 

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of top-k and the indexer, for both architectures, run by tests/emulator on the CPU, against the references.
+
+No GPU of the target's architecture is at hand, so this is what has run of its code: the logic, the layout of operands and
+the barriers, not what the compiler makes of them.
+"""
+
+import ctypes
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from dsv4_sm120 import indexer, topk  # noqa: E402
+from dsv4_sm120.indexer import reference as indexer_reference  # noqa: E402
+from dsv4_sm120.indexer.test_indexer import TOLERANCE  # noqa: E402
+from dsv4_sm120.indexer.test_indexer import make as indexer_case  # noqa: E402
+from dsv4_sm120.topk import reference as topk_reference  # noqa: E402
+from dsv4_sm120.topk.test_topk import make as topk_case  # noqa: E402
+
+EMULATOR = pathlib.Path(__file__).with_name("emulator")
+SOURCE = EMULATOR.parents[1] / "src" / "dsv4_sm120"
+PAGE = 64
+ARCHS = {"sm_90": 900, "sm_120a": 1200}
+compiler = shutil.which("g++")
+pytestmark = pytest.mark.skipif(compiler is None, reason="needs g++")
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """Returns a kernel folder's C function, compiled for the CPU: emulated(folder, arch, argtypes)."""
+    folder, made = tmp_path_factory.mktemp("emulated"), {}
+
+    def get(name, arch, argtypes):
+        if (name, arch) not in made:
+            library = folder / f"{name}_{arch}.so"
+            # no symbol is shared between the libraries
+            command = [compiler, "-x", "c++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-fno-gnu-unique"]
+            command += [f"-D__CUDA_ARCH__={ARCHS[arch]}", f"-I{EMULATOR}", f"-I{SOURCE / 'csrc' / 'common'}"]
+            subprocess.run([*command, str(SOURCE / name / "kernel.cu"), "-o", str(library)], check=True)
+            made[name, arch] = getattr(ctypes.CDLL(str(library)), f"dsv4_{name}")
+            made[name, arch].argtypes = argtypes
+        return made[name, arch]
+
+    return get
+
+
+def select(function, case, blocks, ready=False):
+    """Runs top-k; ready: with the granule maxima as the indexer leaves them. Returns (slots, raw)."""
+    scores, lengths, table, k = case
+    rows, width = scores.shape
+    slots = torch.full((rows, k), -7, dtype=torch.int32)
+    raw = slots.clone()
+    maxima = torch.full((rows, topk.maxima_stride(width)), float("nan"))
+    if ready:
+        for row in range(rows):
+            for start in range(0, max(0, int(lengths[row])), topk.GRANULE):
+                end = min(start + topk.GRANULE, int(lengths[row]))
+                maxima[row, start // topk.GRANULE] = scores[row, start:end].max()
+    pointers = [tensor.data_ptr() for tensor in (slots, raw, maxima)]
+    code = function(
+        scores.data_ptr(), scores.stride(0), width, lengths.data_ptr(), table.data_ptr(), table.stride(0),
+        *pointers, maxima.shape[1], rows, k, PAGE, 0, int(ready), blocks, None,
+    )  # fmt: skip
+    assert code == 0
+    return slots, raw
+
+
+def check_selection(function, case, blocks=7, ready=False):
+    slots, raw = select(function, case, blocks, ready)
+    expected_slots, expected_raw = topk_reference.topk_transform_paged(*case[:3], case[3], PAGE)
+    assert torch.equal(raw, expected_raw) and torch.equal(slots, expected_slots)
+
+
+@pytest.fixture(scope="session", params=ARCHS)
+def emulated_topk(emulated, request):
+    return emulated("topk", request.param, topk._ARGUMENTS)
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 512, 513, -3], [1024, 4095, 4096, 4097], [16383, 16384, 5000]])
+def test_topk_short_rows(emulated_topk, lengths):
+    check_selection(emulated_topk, topk_case(len(lengths), 16384, lengths))
+
+
+@pytest.mark.parametrize("lengths", [[16385], [131_072, 700, 16_400, 0], [65_535, 40_003]])
+@pytest.mark.parametrize("ready", [False, True])
+def test_topk_long_rows(emulated_topk, lengths, ready):
+    check_selection(emulated_topk, topk_case(len(lengths), 131_072, lengths), ready=ready)
+
+
+@pytest.mark.parametrize("k", [1, 1000, 1025, 2048])
+def test_topk_every_k(emulated_topk, k):
+    check_selection(emulated_topk, topk_case(3, 65_536, [300, 6000, 40_000], k=k))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 40, 4000])
+def test_topk_ties(emulated_topk, levels):
+    """One level: all equal. Few: the bytes of the key decide. Many: ranks within a bin decide."""
+    generator = torch.Generator().manual_seed(levels)
+    scores = torch.randint(0, levels, (3, 32_768), generator=generator) / levels - 0.5
+    check_selection(emulated_topk, topk_case(3, 32_768, [3000, 9000, 32_000], scores=scores))
+
+
+def test_topk_rows_past_the_first_32(emulated_topk):
+    lengths = [600 + 40 * row for row in range(40)] + [20_000]
+    check_selection(emulated_topk, topk_case(len(lengths), 20_480, lengths), blocks=9)
+
+
+def score(function, case, next_n=1, skip=0, blocks=5):
+    """Runs the indexer; returns (logits, maxima), NaN where nothing was written."""
+    q, cache, weights, lengths, table, width = case
+    rows = q.shape[0]
+    logits = torch.full((rows, width), float("nan"))
+    maxima = torch.full((rows, topk.maxima_stride(width)), float("nan"))
+    code = function(
+        q.data_ptr(), q.stride(0), cache.data_ptr(), cache.stride(0), weights.data_ptr(), weights.stride(0),
+        lengths.data_ptr(), table.data_ptr(), table.stride(0), table.shape[1], logits.data_ptr(), width,
+        maxima.data_ptr(), maxima.shape[1], rows // next_n, next_n, skip, blocks, None,
+    )  # fmt: skip
+    assert code == 0
+    return logits, maxima
+
+
+@pytest.fixture(scope="session", params=ARCHS)
+def emulated_indexer(emulated, request):
+    return emulated("indexer", request.param, indexer._ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([1], {}),
+        ([17, 64, 65, 0, 130, -2], {}),
+        ([1500, 3, 700, 0, 2049], {"blocks": 2}),
+        ([100, 600, 30, 513], {"skip": 512}),
+        ([70] * 33 + [200], {"blocks": 9}),
+        ([30, 31, 32, 33, 500, 501, 502, 503], {"next_n": 4, "blocks": 3}),
+        ([3200, 3201], {"next_n": 2, "blocks": 1}),
+    ],
+    ids=str,
+)
+def test_indexer(emulated_indexer, lengths, options):
+    case = indexer_case(lengths, 4096, seed=len(lengths), next_n=options.get("next_n", 1))
+    logits, maxima = score(emulated_indexer, case, **options)
+    expected, magnitudes = indexer_reference.paged_mqa_logits(*case)
+    for row, length in enumerate(lengths):
+        length = length if length > options.get("skip", 0) else 0
+        error = (logits[row, :length].double() - expected[row, :length]).abs()
+        assert (error <= TOLERANCE * magnitudes[row, :length]).all(), f"row {row}: {error.max()}"
+        assert logits[row, length:].isnan().all(), f"row {row}: written past its length"
+        most = [logits[row, i : min(i + topk.GRANULE, length)].max() for i in range(0, length, topk.GRANULE)]
+        assert maxima[row, : len(most)].tolist() == [float(x) for x in most]
