@@ -29,7 +29,8 @@ USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 
 
 def parse(report: str, arch: str) -> dict[str, dict[str, int]]:
-    """Returns {entry: {stack, spill, registers, static_smem}} of one architecture from ptxas -v output."""
+    """Returns {entry: {stack, spill, registers, static_smem}} of one architecture from ptxas -v output; the functions that
+    an entry calls are reported after it and count as its own."""
     kernels: dict[str, dict[str, int]] = {}
     current = None
     for line in report.splitlines():
@@ -38,12 +39,11 @@ def parse(report: str, arch: str) -> dict[str, dict[str, int]]:
             if current:
                 kernels[current] = {"stack": 0, "spill": 0, "registers": 0, "static_smem": 0}
         elif current and (match := SPILLS.search(line)):
-            kernels[current]["stack"] = int(match[1])
-            kernels[current]["spill"] = int(match[2]) + int(match[3])
+            kernels[current]["stack"] = max(kernels[current]["stack"], int(match[1]))
+            kernels[current]["spill"] += int(match[2]) + int(match[3])
         elif current and (match := USED.search(line)):
             kernels[current]["registers"] = int(match[1])
             kernels[current]["static_smem"] = int(match[2] or 0)
-            current = None
     return kernels
 
 
