@@ -877,14 +877,15 @@ def serving_kernels(instance, options):
 
 
 def stock_kernels(name, instance, options):
-    """The kernels that the topology lists for an instance and that are the engine's own after all, with the reason."""
+    """The kernels that the topology lists for an instance and that are the engine's own after all, an entry for each reason."""
     serving = serving_kernels(instance, options)
     reasons = options["kernel_record"].get("stock") or {}
+    by_reason = {}
     for kernel in instance.get("kernels") or []:
         if kernel not in serving:
-            reason = reasons.get(kernel, "no kernels of ours are installed")
-            yield {"instance": name, "kernel": kernel, "reason": reason,
-                   "line": "%s: %s is the engine's own: %s" % (name, kernel, reason)}
+            by_reason.setdefault(reasons.get(kernel, "no kernels of ours are installed"), []).append(kernel)
+    return [{"instance": name, "kernels": kernels, "reason": reason, "line": "%s: the engine's own %s: %s" % (name, _words(kernels), reason)}
+            for reason, kernels in by_reason.items()]
 
 
 def rows_per_request(topology):

@@ -46,6 +46,7 @@ def proof(**statuses):
 OURS = {"choice": "ours", "rows": {"all": [[1, 64]]}, "reason": "faster than the engine's own in 4 of 4 shapes"}
 FAILED = {"selftest": "fail", "reason": "its self-test failed: h19 length 513: 1 of 512 differ"}
 NO_GPU = {"rc": 3, "stderr_lines": ["dsv4-sm120: no CUDA GPU: libcuda.so.1: cannot open shared object file"]}
+UNMEASURED = "none of ours could be measured"
 RAN = {"look": {"rc": 0}, "selftest": {"rc": 0}, "select": {"rc": 0}}
 
 
@@ -58,8 +59,8 @@ def case(before=None, after=None, policy="measured", busy=False, fault="", wheel
 
 # name: (what was found, kernels that serve, words of the reason of topk, words of the warning, current)
 CASES = {
-    "nothing measured, no GPU": (case(look=NO_GPU), [], "no CUDA GPU: libcuda.so.1", "serve: no CUDA GPU", False),
-    "no GPU while ours run on it": (case(look=NO_GPU, busy=True), [], "no CUDA GPU: libcuda.so.1", "serve: no CUDA GPU", False),
+    "nothing measured, no GPU": (case(look=NO_GPU), [], "no CUDA GPU: libcuda.so.1", UNMEASURED, False),
+    "no GPU while ours run on it": (case(look=NO_GPU, busy=True), [], "no CUDA GPU: libcuda.so.1", UNMEASURED, False),
     "measured before on this host": (case(record(topk=OURS)), ["topk"], None, "", True),
     "measured now": (case(None, record(topk=OURS, indexer=OURS), **RAN), ["indexer", "topk"], None, "", False),
     "slower everywhere": (case(None, record(), **RAN), [], "slower", "", False),
@@ -69,19 +70,19 @@ CASES = {
     "ours and wrong": (case(record(topk={**OURS, "selftest": "fail"})), [], "faster", "topk failed the self-test", True),
     "another driver, GPUs idle": (case(record(key="other", topk=OURS), record(), **RAN), [], "slower", "", False),
     "another driver, GPUs busy": (case(record(key="other", topk=OURS), busy=True, look={"rc": 0}), ["topk"], None, "GPU 4 were in use", False),
-    "another driver, no GPU": (case(record(key="other", topk=OURS), look=NO_GPU, busy=True), [], "no CUDA GPU", "no CUDA GPU", False),
+    "another driver, no GPU": (case(record(key="other", topk=OURS), look=NO_GPU, busy=True), [], "no CUDA GPU", UNMEASURED, False),
     "another build's record, GPUs busy": (case(record(key="other", build="f" * 16, topk=OURS), busy=True, look={"rc": 0}), [],
-                                          "the GPUs were in use", "the GPUs were in use", False),
-    "GPUs busy": (case(busy=True, look={"rc": 0}), [], "not measured, the GPUs were in use", "the GPUs were in use", False),
+                                          "the GPUs were in use", UNMEASURED, False),
+    "GPUs busy": (case(busy=True, look={"rc": 0}), [], "not measured, the GPUs were in use", UNMEASURED, False),
     "no time": (case(None, record(state="partial", topk=OURS), **{**RAN, "select": {"rc": 4}}), ["topk"], None, "kernel_build_time_limit", False),
     "no time before, GPUs busy": (case(record(state="partial", topk=OURS), busy=True, look={"rc": 0}), ["topk"], None, "kernel_build_time_limit", False),
     "the self-test's command fails": (case(look={"rc": 0}, selftest={"rc": 124, "stderr_lines": []}), [], "the self-test did not run: no answer",
-                                      "did not run", False),
+                                      UNMEASURED, False),
     "the selection's command fails": (case(record(state="partial", topk=OURS), record(state="partial", topk=OURS),
                                            **{**RAN, "select": {"rc": 1, "stderr_lines": ["dsv4-sm120: no space left"]}}), [],
-                                      "the selection did not run: no space left", "did not run", False),
-    "the build fails": (case(fault="the build failed: nvcc", wheels=False), [], "the build failed: nvcc", "the build failed: nvcc", False),
-    "no engine": (case(engine=""), [], "not known", "not known", False),
+                                      "the selection did not run: no space left", UNMEASURED, False),
+    "the build fails": (case(fault="the build failed: nvcc", wheels=False), [], "the build failed: nvcc", UNMEASURED, False),
+    "no engine": (case(engine=""), [], "not known", UNMEASURED, False),
     "stock": (case(record(topk=OURS), policy="stock"), [], "kernel_build_policy says so", "", None),
     "ours": (case(None, proof(), policy="ours", **RAN), WANTED, None, "", False),
     "ours, proved before": (case(proof(), policy="ours"), WANTED, None, "", True),

@@ -149,12 +149,13 @@ def test_kernels_only_where_they_are_built_and_listed():
     measured = whole["instances"]["decode"]
     assert measured["environment"]["DSV4_SM120_KERNELS"] == "indexer" and measured["kernels"] == ["indexer"]
     assert measured["environment"]["DSV4_SM120_SELECTION"] == "/r/selection.json" and measured["kernel_build"] == "3f2a"
-    assert [one["line"] for one in whole["stock_kernels"]] == [
-        "decode: topk is the engine's own: slower", "decode: indexer_topk is the engine's own: no kernels of ours are installed",
-        "decode: sparse_mla is the engine's own: its self-test failed"]
+    assert [(one["kernels"], one["line"]) for one in whole["stock_kernels"]] == [
+        (["topk"], "decode: the engine's own topk: slower"),
+        (["indexer_topk"], "decode: the engine's own indexer_topk: no kernels of ours are installed"),
+        (["sparse_mla"], "decode: the engine's own sparse_mla: its self-test failed")]
     nothing = plan(kernel_path="/k", kernel_record={"applied": []})["instances"]["decode"]
     assert "PYTHONPATH" not in nothing["environment"] and nothing["kernels"] == []
-    assert len(plan()["stock_kernels"]) == 4 and plan(kernel_path="/k")["stock_kernels"] == []
+    assert plan()["stock_kernels"][0]["kernels"] == ["topk", "indexer", "indexer_topk", "sparse_mla"] and plan(kernel_path="/k")["stock_kernels"] == []
     for stock in (plan(), plan({"instances.decode.kernels": []}, kernel_path="/k")):
         assert not {"PYTHONPATH", "SGLANG_PLUGINS", "DSV4_SM120_KERNELS"} & set(
             stock["instances"]["decode"]["environment"])
