@@ -37,7 +37,9 @@ FILES = {
         __version__ = "2.14.1"
     """,
     "torch/cuda.py": """
-        def synchronize(): pass
+        broken = False
+        def synchronize():
+            if broken: raise RuntimeError("an illegal memory access was encountered")
         def empty_cache(): pass
         def get_device_capability(device): return (12, 0)
     """,
@@ -60,6 +62,10 @@ FILES = {
             if what == "hang": time.sleep(600)
             if what == "raise": raise RuntimeError("refused")
             if what == "exit": raise SystemExit(0)
+            if what == "break":
+                import torch
+                torch.cuda.broken = True
+                raise RuntimeError("an illegal memory access was encountered")
             return what
         def checks(operation):
             def found():
@@ -136,6 +142,8 @@ def test_every_check_passes(tree):
         ("raise", "second: RuntimeError: refused"),
         ("crash", "second: signal SIGSEGV"),
         ("hang", "second: took longer than 2 s"),
+        # nothing more is asked of a context that is broken
+        ("break", "second: RuntimeError: an illegal memory access was encountered"),
         # an orderly end in the middle is no success
         ("exit", "second: 1 of an unknown number of checks ran"),
     ],
@@ -143,6 +151,7 @@ def test_every_check_passes(tree):
 def test_a_broken_kernel_is_refused_and_takes_no_other_down(tree, what, reason):
     code, found = prove(tree, {"check made": what}, "--time-limit", "2")
     assert code == 1 and found["made"]["status"] == "fail" and found["made"]["reason"].startswith(reason)
+    assert len(found["made"]["faults"]) == 1
     assert found["other"]["status"] == "pass"
 
 
