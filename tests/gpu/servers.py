@@ -76,7 +76,7 @@ class Server:
     context: int = 524288
     batches: tuple[int, ...] = (1, 8, 32)
     tokens: int = 1_000_000
-    fraction: float = 0.85
+    fraction: float = 0.95
     speculation: str = "none"
     backend: str = os.environ.get("DSV4_GPU_BACKEND", "mooncake_tcp")
     extra: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ SERVERS = {
     "stock": Server(arm="stock", port=30011),
     "ours": Server(arm="ours", port=30021),
     "mtp": Server(arm="guard", port=30031, speculation="mtp", batches=(1, 8)),
-    "mtp-nan": Server(arm="nan", port=30041, speculation="mtp", batches=(1, 8)),
+    "mtp-nan": Server(arm="nan", gpu=1, port=30041, speculation="mtp", batches=(1, 8)),
     "prefill": Server(instance="prefill", gpu=0, port=30000),
     "decode": Server(instance="decode", arm="ours", gpu=1, port=30002),
     "router": Server(instance="router", port=30001),
@@ -189,7 +189,9 @@ def folders(name: str) -> None:
 
 
 def start(name: str) -> None:
-    """Starts one server in a session of its own."""
+    """Starts one server in a session of its own, unless it runs."""
+    if alive(name):
+        return
     argv, environment = command(name)
     folders(name)
     with open(DIR / "logs" / f"{name}.log", "ab") as log:

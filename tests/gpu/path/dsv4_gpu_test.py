@@ -110,7 +110,7 @@ def attention_around(original, self, q, k, v, layer, forward_batch, *args, **kwa
 
 def nextn_around(original, self, *args, **kwargs):
     """AROUND hook that breaks the draft."""
-    self.shared_head.norm.weight.data[0] = float("nan")
+    self.shared_head.norm.weight.data[:1].fill_(float("nan"))
     return original(self, *args, **kwargs)
 
 
