@@ -99,8 +99,10 @@ def bars(found: dict[str, list[dict[str, str]]]) -> list[str]:
 
 HEAD = """# Benchmarks
 
-Written by `python3 benchmarks/page.py benchmarks/results/h200-selection.md --out BENCHMARKS.md` from one run of
-`{command}`.
+Written by `python3 benchmarks/page.py benchmarks/results/h200-selection.md --out BENCHMARKS.md` from two runs of
+`{command}` on two machines: top-k alone
+is of the second, whose empty kernel costs 1.8 µs more, which flatters every ratio (the top-k before this one took 9.2 µs
+at 1 x 4k there, level with v2); all else is of the first, with the top-k of that time.
 Sparse MLA's figures are in `src/dsv4_sm120/sparse_mla/BENCHMARKS.md`.
 
 CUDA-graph replay, L2 emptied before each replay, contestants interleaved, medians, microseconds. Page tables are 512k
@@ -109,12 +111,13 @@ wide (131,072 compressed tokens) in every cell; context 4k, 64k, 512k is 1,024, 
 ours or with torch.topk in the same run.
 
 **What these figures say about sm_120, and what they do not.** They are of an H200 (sm_90). Top-k is the same code on
-both, bound by latency and by instruction fetch, on 132 SMs here and 188 there: read the ratios as a lead. The indexer
-is not the same: sm_90 has to unpack fp8 to fp16 in front of the tensor cores, which is what it spends its time on
+both, bound by latency and by instructions issued, on 132 SMs here and 188 there: read the ratios as a lead. The indexer
+is not the same: sm_90 has to unpack fp8 to fp16 in front of the tensor cores, and mma.sync's rate bounds it
 beyond 16k tokens, while the sm_120a code feeds fp8 to them directly and memory is 2.4 times slower there; neither its
 speed nor its ratio to TileLang carries over. TileLang and DeepGEMM use wgmma here, which sm_120 lacks. DeepGEMM's
 sm_120 kernel, FlashInfer's fused sm_120 indexer, b12x and the FP4 indexer cannot run here: nothing is claimed against
-them. The sm_120a code of these kernels was compiled, never run. v1 is what SGLang 0.5.23 runs on sm_120, v2 is switched
+them. The sm_120a code of these kernels was compiled, and
+its text run in an emulator on the CPU (`tests/emulator`), never on a GPU. v1 is what SGLang 0.5.23 runs on sm_120, v2 is switched
 off there by the engine (timed with its cluster paths off, as it would run there).
 
 ## Bars

@@ -139,6 +139,7 @@ def emulated_indexer(emulated, request):
         ([70] * 33 + [200], {"blocks": 9}),
         ([30, 31, 32, 33, 500, 501, 502, 503], {"next_n": 4, "blocks": 3}),
         ([3200, 3201], {"next_n": 2, "blocks": 1}),
+        ([62, 64, 65, 63, 10, 300, 1, 0], {"next_n": 4, "blocks": 4}),
     ],
     ids=str,
 )

@@ -5,13 +5,12 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#define DSV4_SHARED_MEMORY(Smem, name)               \
+  static_assert(sizeof(Smem) <= sizeof(emulator::smem)); \
+  Smem& name = *reinterpret_cast<Smem*>(emulator::smem)
+
 namespace dsv4 {
 
-template <class Smem>
-inline Smem& shared_memory() {
-  static_assert(sizeof(Smem) <= sizeof(emulator::smem));
-  return *reinterpret_cast<Smem*>(emulator::smem);
-}
 inline void prefetch(const void*) {}
 inline void copy_async4(void* to, const void* from) { std::memcpy(to, from, 4); }
 inline void copy_async16(void* to, const void* from) { std::memcpy(to, from, 16); }

@@ -9,9 +9,7 @@
 //
 // Tiles are counted from the lengths on the device and dealt evenly over the blocks: the work is that of the actual
 // lengths, whatever the page table's width, and mixed rows balance. Rows of one request (next_n > 1) take turns on
-// stretches of tiles short enough to stay in the L2, so their keys come from device memory once. Where there are so few
-// tokens that each warp gets 16 at most, latency is all, and a way of its own leaves out tiles, ring and barriers for the
-// schedule.
+// stretches of tiles short enough to stay in the L2, so their keys come from device memory once.
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -27,7 +25,7 @@ constexpr int kHeads = 64;
 constexpr int kDim = 128;
 constexpr int kPage = 64;
 constexpr int kTile = 32;
-constexpr int kGranule = 16;  // tokens of one product, and that one maximum stands for
+constexpr int kGranule = 16;  // tokens that one maximum stands for
 constexpr int kScaleOffset = kPage * kDim;
 constexpr int kThreads = 384;
 constexpr int kWarps = kThreads / 32;
@@ -110,18 +108,12 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const KeyOperand& k, u
 }
 #endif
 
-// Granules of one request: of its longest row that is scored at all.
-__device__ __forceinline__ int request_granules(const IndexerParams& p, int request) {
-  int longest = 0;
-  if (request < p.requests) {
-#pragma unroll 1
-    for (int i = 0; i < p.next_n; ++i) longest = max(longest, __ldg(p.lengths + request * p.next_n + i));
-  }
-  return longest > p.skip ? (longest + kGranule - 1) / kGranule : 0;
-}
-
+// Tiles of one request: of its longest row that is scored at all.
 __device__ __forceinline__ int request_tiles(const IndexerParams& p, int request) {
-  return (request_granules(p, request) + 1) / 2;
+  int longest = 0;
+#pragma unroll 1
+  for (int i = 0; i < p.next_n; ++i) longest = max(longest, __ldg(p.lengths + request * p.next_n + i));
+  return longest > max(p.skip, 0) ? (longest + kTile - 1) / kTile : 0;
 }
 
 // Prefix sums of the tiles over the requests into smem; returns their number. Ends with a barrier passed.
@@ -205,108 +197,10 @@ struct Walk {
   }
 };
 
-// A row's query, as operands, and its weights into smem; between two barriers.
-__device__ __forceinline__ void load_query(const IndexerParams& p, Smem& smem, int row) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (warp < kHeads / 8) {
-    const uint8_t* q = p.q + row * p.q_stride + (threadIdx.x >> 2) * kDim + (lane & 3) * 16;
-    const uint4 low = __ldg(reinterpret_cast<const uint4*>(q)), high = __ldg(reinterpret_cast<const uint4*>(q + 64));
-    const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) smem.query[warp][step][lane] = query_operand(words, step);
-  } else if (warp == kHeads / 8) {
-    smem.weights[lane] = __ldg(reinterpret_cast<const float2*>(p.weights + row * p.weight_stride) + lane);
-  }
-}
-
-// The keys of 16 tokens as the products take them.
-struct Keys {
-  uint32_t top[8], bottom[8];
-
-  __device__ __forceinline__ Keys(const uint8_t* k) {
-    const auto load = [](const uint8_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); };
-    const uint4 a = load(k), b = load(k + 64), c = load(k + 8 * kDim), d = load(k + 8 * kDim + 64);
-    top[0] = a.x, top[1] = a.y, top[2] = a.z, top[3] = a.w, top[4] = b.x, top[5] = b.y, top[6] = b.z, top[7] = b.w;
-    bottom[0] = c.x, bottom[1] = c.y, bottom[2] = c.z, bottom[3] = c.w;
-    bottom[4] = d.x, bottom[5] = d.y, bottom[6] = d.z, bottom[7] = d.w;
-  }
-};
-
-// `count` granules of the whole batch from `begin` on, one a warp at most; own: the granules of request `lane`. A call, and
-// its parameters by value, so that neither loop's registers are the other's business and none is loaded from memory.
-__device__ __noinline__ void score_few(const IndexerParams p, Smem& smem, int own, int begin, int count) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int group = lane >> 2, quad = lane & 3;
-  // the first and last request of the block and this warp's
-  int request = 0, token = 0, first_request = -1, last_request = 0;
-  const int mine = begin + min(warp, count - 1);
-  for (int first = 0, passed = 0;; first += 32) {
-    if (first) own = request_granules(p, first + lane);
-    const int upto = passed + warp_inclusive_sum(own);
-    const uint32_t reached = __ballot_sync(0xffffffffu, upto > begin), here = __ballot_sync(0xffffffffu, upto > mine);
-    const uint32_t over = __ballot_sync(0xffffffffu, upto >= begin + count);
-    if (first_request < 0 && reached) first_request = first + __ffs(reached) - 1;
-    if (here && mine >= passed) {
-      const int of = __ffs(here) - 1;
-      request = first + of;
-      token = (mine - (__shfl_sync(0xffffffffu, upto, of) - __shfl_sync(0xffffffffu, own, of))) * kGranule;
-    }
-    if (over) {
-      last_request = first + __ffs(over) - 1;
-      break;
-    }
-    passed = __shfl_sync(0xffffffffu, upto, 31);
-  }
-  const bool used = warp < count;
-  const int number = __ldg(p.page_table + request * p.next_n * p.table_stride + token / kPage);
-  const uint8_t* page = p.pages + number * p.page_pitch;
-  const Keys keys(page + (token % kPage + group) * kDim + quad * 16);
-  const float* scales = reinterpret_cast<const float*>(page + kScaleOffset);
-  const float scale = __ldg(scales + token % kPage + (quad & 1) * 8 + group) * kProductScale;
-#pragma unroll 1
-  for (int row = first_request * p.next_n; row < (last_request + 1) * p.next_n; ++row) {
-    const int length = __ldg(p.lengths + row);
-    if (length <= p.skip) continue;
-    __syncthreads();  // the query before is not needed any more
-    load_query(p, smem, row);
-    __syncthreads();
-    if (!used || row < request * p.next_n || row >= (request + 1) * p.next_n || token >= length) continue;
-    float acc[kHeads / 8][4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const KeyOperand k(keys.top, keys.bottom, step);
-#pragma unroll
-      for (int n = 0; n < kHeads / 8; ++n) multiply(acc[n], k, smem.query[n][step][lane]);
-    }
-    float sums[2] = {};  // tokens group and group + 8
-#pragma unroll
-    for (int n = 0; n < kHeads / 8; ++n) {
-      const float2 weight = smem.weights[n * 4 + quad];
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        sums[m] = fmaf(fmaxf(acc[n][2 * m], 0.0f), weight.x, sums[m]);
-        sums[m] = fmaf(fmaxf(acc[n][2 * m + 1], 0.0f), weight.y, sums[m]);
-      }
-    }
-    // two lanes of a quad end up with one token: bit 0 says + 8
-    const bool odd = quad & 1;
-    const float half = (odd ? sums[1] : sums[0]) + __shfl_xor_sync(0xffffffffu, odd ? sums[0] : sums[1], 1);
-    const float logit = (half + __shfl_xor_sync(0xffffffffu, half, 2)) * scale;
-    const int index = token + (quad & 1) * 8 + group;
-    const bool valid = index < length;
-    if (valid && quad < 2) p.logits[row * p.logit_stride + index] = logit;
-    if (p.maxima) {
-      const uint32_t most = __reduce_max_sync(0xffffffffu, valid ? key_of(logit) : 0u);
-      if (lane == 0) p.maxima[row * p.maxima_stride + token / kGranule] = value_of(most);
-    }
-  }
-}
-
 __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_constant__ IndexerParams p) {
-  Smem& smem = shared_memory<Smem>();
+  DSV4_SHARED_MEMORY(Smem, smem);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int group = lane >> 2, quad = lane & 3;
-  const int own = request_granules(p, lane);  // asked for before all else
   {
     // what the block will probably need is on its way before the lengths say so
     const int row = static_cast<int>(blockIdx.x * static_cast<unsigned>(p.requests) / gridDim.x) * p.next_n;
@@ -315,21 +209,9 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
     else if (threadIdx.x < 82 && (threadIdx.x - 66) * 32 < p.table_width)
       prefetch(p.page_table + row * p.table_stride + (threadIdx.x - 66) * 32);
   }
+  const int tiles = count_tiles(p, smem);
   // a kernel that follows may start its prologue; it waits for this one's end before it reads
   launch_dependents();
-  {
-    int granules = own;
-#pragma unroll 1
-    for (int first = 32; first < p.requests; first += 32) granules += request_granules(p, first + lane);
-    granules = __reduce_add_sync(0xffffffffu, granules);
-    const int blocks = gridDim.x, each = ((granules + blocks - 1) / blocks + 3) & ~3;
-    if (each <= kWarps) {
-      const int begin = blockIdx.x * each;
-      if (begin < granules) score_few(p, smem, own, begin, min(each, granules - begin));
-      return;
-    }
-  }
-  const int tiles = count_tiles(p, smem);
   // Few tiles are spread thin, for latency; counts of four fall together with the ends of rows more often.
   const int each = ((tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x) + 3) & ~3;
   const int begin = blockIdx.x * each;
@@ -359,7 +241,15 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
         // all warps come to a new row at the same turn
         query_row = now.x;
         __syncthreads();
-        load_query(p, smem, query_row);
+        if (warp < kHeads / 8) {
+          const uint8_t* q = p.q + query_row * p.q_stride + (threadIdx.x >> 2) * kDim + quad * 16;
+          const uint4 low = __ldg(reinterpret_cast<const uint4*>(q)), high = __ldg(reinterpret_cast<const uint4*>(q + 64));
+          const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) smem.query[warp][step][lane] = query_operand(words, step);
+        } else if (warp == kHeads / 8) {
+          smem.weights[lane] = __ldg(reinterpret_cast<const float2*>(p.weights + query_row * p.weight_stride) + lane);
+        }
         __syncthreads();
       }
     }

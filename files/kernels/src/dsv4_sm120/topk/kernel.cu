@@ -393,7 +393,7 @@ __device__ __forceinline__ void write_maxima(const TopkParams& p, int row, int b
 }
 
 __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_constant__ TopkParams p) {
-  Smem& smem = shared_memory<Smem>();
+  DSV4_SHARED_MEMORY(Smem, smem);
   const int lane = threadIdx.x & 31;
   const int first_length = lane < p.rows ? __ldg(p.lengths + lane) : 0;  // of row `lane`, asked for before all else
   // the bins are clear whenever nobody counts: find_bin leaves them so

@@ -7,14 +7,12 @@
 
 #include <cstdint>
 
-namespace dsv4 {
+// Names the block's dynamic shared memory. A macro: through a function the compiler schedules what uses it otherwise.
+#define DSV4_SHARED_MEMORY(Smem, name)                     \
+  extern __shared__ __align__(16) uint8_t raw_smem[]; \
+  Smem& name = *reinterpret_cast<Smem*>(raw_smem)
 
-// The block's dynamic shared memory.
-template <class Smem>
-__device__ __forceinline__ Smem& shared_memory() {
-  extern __shared__ __align__(16) uint8_t raw_smem[];
-  return *reinterpret_cast<Smem*>(raw_smem);
-}
+namespace dsv4 {
 
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

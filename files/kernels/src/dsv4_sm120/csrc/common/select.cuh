@@ -58,8 +58,10 @@ struct SelectSmem {
   uint32_t tied[kMaxRank];  // keys in the threshold bin, in index order
   uint32_t chosen[kMaxRank / 32 + 1];  // a bit for each of them
   uint32_t warp_sums[2][32];
-  uint32_t bin, above, count;  // threshold bin, values above it, values in it
-  uint32_t bound;              // key that the listed values reach
+  // threshold bin, values above it, values in it; key that the listed values reach. Aligned, as they are read together, and
+  // a wide read should not touch warp_sums
+  alignas(16) uint32_t bin;
+  uint32_t above, count, bound;
 };
 
 // Exclusive prefix over the block of x and its total. One barrier, with it what was written before is seen; calls in
