@@ -269,6 +269,10 @@ def _box(x, y, width, height, title, lines, status, dashed=False):
     return "".join(out)
 
 
+# what fits into a box of 270 at the size of its lines
+_BOX_CHARACTERS = 36
+
+
 def _describe(instance):
     lines = ["%s:%s" % (instance.get("host", ""), instance.get("port", ""))]
     gpus = instance.get("gpus") or []
@@ -279,7 +283,7 @@ def _describe(instance):
     if instance.get("mem_fraction_static"):
         lines.append("memory fraction %s" % instance["mem_fraction_static"])
     if instance.get("kernels"):
-        lines.append("kernels %s" % ", ".join(instance["kernels"]))
+        lines.extend(textwrap.wrap("kernels %s" % ", ".join(instance["kernels"]), _BOX_CHARACTERS))
     return lines
 
 
@@ -313,7 +317,7 @@ def topology_svg(plan, mode, checks):
     if "router" in active:
         arrow(75, 92, 128, 92)
     draw("router", 130, 40, 230, 105)
-    draw("single", 130, 205, 230, 120)
+    draw("single", 130, 205, 270, 125)
     draw("prefill", 560, 30, 270, 125)
     draw("decode", 560, 205, 270, 125)
     if "router" in active:
