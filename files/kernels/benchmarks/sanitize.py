@@ -3,8 +3,7 @@
 
     compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck --error-exitcode 9 python3 benchmarks/sanitize.py LIB CUDART
 
-LIB: folder of the compiled libraries; CUDART: path of libcudart.so. No PyTorch: its allocator would hide what lies
-outside an allocation, and uninitialised memory. Scores past a row's length are left uninitialised on purpose.
+LIB: folder of the compiled libraries; CUDART: path of libcudart.so. Scores past a row's length are left uninitialised on purpose.
 """
 
 from __future__ import annotations
@@ -14,42 +13,20 @@ import pathlib
 import random
 import sys
 
+from plain_cuda import Runtime, ints, must
+
 library = pathlib.Path(sys.argv[1])
-runtime = ctypes.CDLL(sys.argv[2])
-runtime.cudaMalloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-runtime.cudaMemcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+runtime = Runtime(sys.argv[2])
+malloc, upload = runtime.malloc, runtime.upload
 rng = random.Random(1)
-
-
-def must(code: int) -> None:
-    if code:
-        raise SystemExit(f"CUDA error or refusal {code}")
-
-
-def malloc(size: int) -> int:
-    pointer = ctypes.c_void_p()
-    must(runtime.cudaMalloc(ctypes.byref(pointer), size))
-    return pointer.value
-
-
-def upload(data: bytes, at: int | None = None) -> int:
-    at = at or malloc(len(data))
-    must(runtime.cudaMemcpy(at, data, len(data), 1))
-    return at
 
 
 def floats(count: int) -> bytes:
     return bytes((ctypes.c_float * count)(*[rng.gauss(0, 1) for _ in range(count)]))
 
 
-def ints(values) -> bytes:
-    return bytes((ctypes.c_int * len(values))(*values))
-
-
 def download(pointer: int, count: int) -> list[int]:
-    buffer = (ctypes.c_int * count)()
-    must(runtime.cudaMemcpy(buffer, pointer, ctypes.sizeof(buffer), 2))
-    return list(buffer)
+    return list((ctypes.c_int * count).from_buffer(runtime.download(pointer, 4 * count)))
 
 
 P, L, I = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
@@ -76,11 +53,11 @@ slots, raw = malloc(rows * K * 4), malloc(rows * K * 4)
 stride = WIDTH // 16
 maxima = malloc(rows * stride * 4)
 must(topk(scores, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 0, 0, 8, None))
-must(runtime.cudaDeviceSynchronize())
+runtime.synchronize()
 first = download(raw, rows * K)
 # few blocks, so each has several units; another counter set
 must(topk(scores, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 1, 0, 2, None))
-must(runtime.cudaDeviceSynchronize())
+runtime.synchronize()
 assert download(raw, rows * K) == first, "top-k depends on the number of blocks"
 assert sum(i >= 0 for i in first) == sum(min(n, K) for n in lengths)
 
@@ -94,11 +71,11 @@ logits = malloc(rows * WIDTH * 4)
 for next_n, blocks in ((1, 8), (7, 8), (1, 640), (7, 640)):
     shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, None, 0)
     must(indexer(*shape, rows // next_n, next_n, 0, blocks, None))
-    must(runtime.cudaDeviceSynchronize())
+    runtime.synchronize()
 for blocks in (8, 640):
     shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, maxima, stride)
     must(indexer(*shape, rows, 1, K, blocks, None))
     must(topk(logits, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 2, 1, 8, None))
-    must(runtime.cudaDeviceSynchronize())
+    runtime.synchronize()
     assert sum(i >= 0 for i in download(raw, rows * K)) == sum(min(n, K) for n in lengths)
 print("ran")

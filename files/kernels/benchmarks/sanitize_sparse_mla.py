@@ -3,8 +3,7 @@
 
     compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck --error-exitcode 9 python3 benchmarks/sanitize_sparse_mla.py LIB CUDART
 
-LIB: folder of the compiled library; CUDART: path of libcudart.so. No PyTorch: its allocator would hide what lies outside an
-allocation, and uninitialised memory. The forms' outputs are held against each other.
+LIB: folder of the compiled library; CUDART: path of libcudart.so. The forms' outputs are held against each other.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import pathlib
 import random
 import sys
 
-runtime = ctypes.CDLL(sys.argv[2])
-runtime.cudaMalloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-runtime.cudaMemcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+from plain_cuda import Runtime, ints, must
+
+runtime = Runtime(sys.argv[2])
+malloc, upload = runtime.malloc, runtime.upload
 library = ctypes.CDLL(str(pathlib.Path(sys.argv[1]) / "_dsv4_sparse_mla.so"))
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SCOPE = [P, L, I, P, L, P, I]
@@ -30,35 +30,13 @@ RECORD_BYTES = 4 * library.dsv4_sparse_mla_constant(1)
 LEAST = 6
 
 
-def must(code: int) -> None:
-    if code:
-        raise SystemExit(f"CUDA error or refusal {code}")
-
-
-def malloc(size: int) -> int:
-    pointer = ctypes.c_void_p()
-    must(runtime.cudaMalloc(ctypes.byref(pointer), size))
-    return pointer.value
-
-
-def upload(data: bytes) -> int:
-    at = malloc(len(data))
-    must(runtime.cudaMemcpy(at, data, len(data), 1))
-    return at
-
-
-def ints(values) -> bytes:
-    return array.array("i", values).tobytes()
-
-
 def bfloats(count: int) -> bytes:
     # the upper halves of floats
     return b"".join(array.array("f", [rng.gauss(0, 1)]).tobytes()[2:] for _ in range(count))
 
 
 def download(pointer: int, count: int) -> list[float]:
-    raw = bytearray(2 * count)
-    must(runtime.cudaMemcpy((ctypes.c_char * len(raw)).from_buffer(raw), pointer, len(raw), 2))
+    raw = runtime.download(pointer, 2 * count)
     return array.array("f", b"".join(b"\0\0" + raw[i : i + 2] for i in range(0, len(raw), 2))).tolist()
 
 
@@ -103,7 +81,7 @@ def run(heads: int, rows: int, scopes: list[list], widest: int) -> None:
             if code == -1:
                 continue  # a cluster that is not built
             must(code)
-            must(runtime.cudaDeviceSynchronize())
+            runtime.synchronize()
             found = download(out, rows * heads * 512)
             want = want or found
             worst = max(abs(a - b) / max(1, abs(b)) for a, b in zip(found, want))
