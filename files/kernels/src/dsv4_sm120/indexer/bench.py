@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_sm120 import indexer, timing, topk
-from dsv4_sm120.indexer.contest import case, ours
+from dsv4_sm120.indexer.contest import PEER_TOLERANCE, beside_ours, case, ours
 from dsv4_sm120.topk.bench import K, PAGE, WIDTH, lengths_of
 
 
@@ -15,25 +15,18 @@ def inputs(lengths: list[int], width: int, next_n: int = 1):
     return case(lengths, width, next_n, poison=False)
 
 
-def agree(case, got: torch.Tensor, tolerance: float) -> bool:
-    """Says whether logits equal ours' within a relative error over the valid entries."""
-    expected = ours(*case)
-    valid = torch.arange(case[5], device="cuda")[None] < case[3][:, None]
-    difference = (got - expected)[valid]
-    return bool(difference.norm() <= tolerance * expected[valid].norm())
-
-
 def measure(batch: int, kind, flush: timing.Flush, contestants, repeats: int) -> dict[str, float]:
     """Returns microseconds of each contestant for one cell; a contestant whose logits are wrong gets NaN."""
     lengths = lengths_of(batch, kind)
     case = inputs(lengths, WIDTH)
+    off = beside_ours(case)
     graphs = {"ours": timing.capture(lambda: ours(*case))}
     wrong = []
     for name, call in contestants.items():
         if call is None:
             continue
         try:
-            if not agree(case, call(*case), 1e-2 if name == "torch" else 1e-3):
+            if not off(call(*case)) <= (1e-2 if name == "torch" else PEER_TOLERANCE):
                 wrong.append(name)
             graphs[name] = timing.capture(lambda call=call: call(*case))
         except Exception as error:  # noqa: BLE001 - a contestant that does not run is a line of the output

@@ -135,11 +135,8 @@ def checks() -> Iterator[tuple[str, Callable[[], str | None]]]:
 
 
 def _fused_replays() -> str | None:
-    """A captured graph at changing lengths (hazards 10 and 11)."""
-    rng = random.Random(4)
     rows, width = 3, 40_000
-    q, cache, weights, lengths, table, _width = case([width] * rows, width)
-    full = ours(q, cache, weights, lengths, table, width)
+    q, cache, weights, lengths, table, _width = made = case([width] * rows, width)
     live = torch.ones_like(lengths)
     logits = torch.empty(rows, width, device="cuda")
     slots = torch.empty(rows, K, dtype=torch.int32, device="cuda")
@@ -148,20 +145,7 @@ def _fused_replays() -> str | None:
     def step() -> None:
         indexer.fused_launch(q, cache, weights, live, table, logits, slots, PAGE, raw)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for turn in range(200):
-        lengths = [rng.choice([0, 1, 512, 513, 16_385, rng.randint(1, width)]) for _ in range(rows)]
-        live.copy_(torch.tensor(lengths, dtype=torch.int32))
-        graph.replay()
-        if turn % 20 == 0:
-            torch.cuda.synchronize()
-            if not torch.equal(raw.cpu(), topk_reference.topk_transform_paged(full, live, table, K, PAGE)[1]):
-                return f"replay {turn} at lengths {lengths} differs"
-    return None
+    return topk_contest.replays(step, ours(*made), live, table, raw)
 
 
 def fused_checks() -> Iterator[tuple[str, Callable[[], str | None]]]:
@@ -186,15 +170,21 @@ def timed_case(cell: Cell, deployment: Deployment) -> tuple:
     return case(topk_contest.lengths_of(cell.rows, cell.length and cell.length // RATIO, width), width, poison=False)
 
 
-def bout(cell: Cell, deployment: Deployment) -> Bout:
-    """Returns the indexers over one cell; a contestant's logits are compared with ours, which the self-test proved."""
-    made = timed_case(cell, deployment)
+def beside_ours(made: tuple) -> Callable[[torch.Tensor], float]:
+    """Returns what gives a contestant's relative error beside ours, over the valid entries."""
     expected = ours(*made)
     valid = torch.arange(made[5], device="cuda")[None] < made[3][:, None]
     scale = expected[valid].norm()
+    return lambda got: float((got[:, : made[5]] - expected)[valid].norm() / scale)
+
+
+def bout(cell: Cell, deployment: Deployment) -> Bout:
+    """Returns the indexers over one cell; a contestant's logits are compared with ours, which the self-test proved."""
+    made = timed_case(cell, deployment)
+    off = beside_ours(made)
 
     def fault(_name: str, got: torch.Tensor) -> str | None:
-        error = (got[:, : made[5]] - expected)[valid].norm() / scale
+        error = off(got)
         return None if error <= PEER_TOLERANCE else f"logits off by {error:.2g}"
 
     works = {"ours": lambda: ours(*made)}
@@ -226,20 +216,11 @@ def fused_bout(cell: Cell, deployment: Deployment) -> Bout:
             worst = max(worst, float((got - want).norm() / want.norm()))
         return None if worst <= PEER_TOLERANCE else f"selected scores off by {worst:.2g}"
 
-    def work(call: Callable[[torch.Tensor], None]) -> Callable[[], torch.Tensor]:
-        out = torch.full((cell.rows, K), -1, dtype=torch.int32, device="cuda")
-
-        def once() -> torch.Tensor:
-            call(out)
-            return out
-
-        return once
-
     def fused(out: torch.Tensor) -> None:
         logits = torch.empty(cell.rows, width, device="cuda")
         indexer.fused_launch(*made[:5], logits, out, PAGE)
 
-    works = {"ours": work(fused)}
+    works = {"ours": topk_contest.selecting(cell.rows, fused)}
     arch = _torch.capability(0)
     stock_indexer, stock_topk = INDEXER[arch], topk_contest.TOPK[arch]
     scorer, selector = scorers(cell.rows).get(stock_indexer), topk_contest.selectors().get(stock_topk)
@@ -247,8 +228,8 @@ def fused_bout(cell: Cell, deployment: Deployment) -> Bout:
     seconds = {"ours": topk.launch} | ({stock_topk: selector} if selector else {})
     for first, score in firsts.items():
         for second, choose in seconds.items():
-            works[f"{first} + {second}"] = work(
-                lambda out, score=score, choose=choose: choose(score(*made), lengths, table, out, PAGE)
+            works[f"{first} + {second}"] = topk_contest.selecting(
+                cell.rows, lambda out, score=score, choose=choose: choose(score(*made), lengths, table, out, PAGE)
             )
     return Bout(works, fault)
 

@@ -19,34 +19,16 @@ def lengths_of(batch: int, kind) -> list[int]:
 
 def measure(batch: int, kind, flush: timing.Flush, contestants, repeats: int) -> dict[str, float]:
     """Returns microseconds of each contestant for one cell; a contestant whose values are wrong gets NaN."""
-    generator = torch.Generator("cuda").manual_seed(7)
-    scores = torch.randn(batch, WIDTH, device="cuda", generator=generator)
-    lengths = torch.tensor(lengths_of(batch, kind), dtype=torch.int32, device="cuda")
-    pages = WIDTH // PAGE
-    table = torch.randperm(batch * pages, device="cuda", generator=generator).view(batch, pages).int()
-    past = torch.arange(WIDTH, device="cuda")[None] >= lengths[:, None]
-    padded = scores.masked_fill(past, float("-inf"))
-    flat = torch.full((batch * WIDTH,), float("-inf"), device="cuda")
-    slot = (table.long()[..., None] * PAGE + torch.arange(PAGE, device="cuda")).view(batch, WIDTH)
-    flat[slot.flatten()] = padded.flatten()
-    best = torch.topk(padded, K, dim=1).values.sort(1).values
-
-    def values(out: torch.Tensor) -> torch.Tensor:
-        got = torch.where(out >= 0, flat[out.clamp(min=0).long()], torch.tensor(float("-inf"), device="cuda"))
-        return got.sort(1).values
-
-    graphs, wrong, outs = {}, [], []
-    works = {"ours": lambda out: topk.launch(scores, lengths, table, out, PAGE)}
-    for name, call in contestants.items():
-        if call is not None:
-            works[name] = lambda out, call=call: call(scores, lengths, table, out, PAGE)
+    scores, lengths, table, padded, fault = contest.arena(lengths_of(batch, kind), WIDTH)
+    calls = {"ours": topk.launch} | {name: call for name, call in contestants.items() if call is not None}
+    works = {name: contest.selecting(batch, lambda out, call=call: call(scores, lengths, table, out, PAGE)) for name, call in calls.items()}
+    graphs, wrong = {}, []
     for name, work in works.items():
-        out = torch.full((batch, K), -1, dtype=torch.int32, device="cuda")
-        outs.append(out)  # the graph writes there at every replay
-        graphs[name] = timing.capture(lambda work=work, out=out: work(out))
+        graphs[name] = timing.capture(work)
+        out = work()  # the tensor that every replay writes
+        out.fill_(-1)
         graphs[name].replay()
-        torch.cuda.synchronize()
-        if not torch.equal(values(out), best):
+        if fault(out):
             wrong.append(name)
     graphs["torch.topk"] = timing.capture(lambda: torch.topk(padded, K, dim=1, sorted=False))
     found = timing.medians(graphs, flush, repeats)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4_sm120 import contestants, topk
+from dsv4_sm120 import contestants, timing, topk
 from dsv4_sm120.contests import Bout, Cell, Contest, Deployment
 from dsv4_sm120.topk import reference
 
@@ -66,29 +66,30 @@ def difference(made: tuple[torch.Tensor, ...], k: int = K) -> str | None:
     return None
 
 
-def _replays() -> str | None:
-    """A captured graph at changing lengths (hazards 10 and 11)."""
+def replays(step: Callable[[], object], scores: torch.Tensor, live: torch.Tensor, table: torch.Tensor, raw: torch.Tensor) -> str | None:
+    """Captures a step that selects from scores into raw, replays it at changing lengths written to live, and says which replay
+    is wrong, if any (hazards 10 and 11)."""
     rng = random.Random(3)
-    rows, width = 4, 131_072
-    scores, _lengths, table = case([width] * rows, width)
-    live = torch.ones(rows, dtype=torch.int32, device="cuda")
-    out = torch.empty(rows, K, dtype=torch.int32, device="cuda")
-    raw = torch.empty_like(out)
-    topk.topk_transform_paged(scores, live, table, out, PAGE, raw)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        topk.topk_transform_paged(scores, live, table, out, PAGE, raw)
+    rows, width = scores.shape
+    graph = timing.capture(step)
     for turn in range(200):
         lengths = [rng.choice([0, 1, 512, 513, 16_385, rng.randint(1, width)]) for _ in range(rows)]
         live.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         if turn % 20 == 0:
             torch.cuda.synchronize()
-            want = reference.topk_transform_paged(scores, live, table, K, PAGE)[1]
-            if not torch.equal(raw.cpu(), want):
+            if not torch.equal(raw.cpu(), reference.topk_transform_paged(scores, live, table, K, PAGE)[1]):
                 return f"replay {turn} at lengths {lengths} differs"
     return None
+
+
+def _replays() -> str | None:
+    rows, width = 4, 131_072
+    scores, _lengths, table = case([width] * rows, width)
+    live = torch.ones(rows, dtype=torch.int32, device="cuda")
+    out = torch.empty(rows, K, dtype=torch.int32, device="cuda")
+    raw = torch.empty_like(out)
+    return replays(lambda: topk.topk_transform_paged(scores, live, table, out, PAGE, raw), scores, live, table, raw)
 
 
 def _ties() -> str | None:
@@ -134,38 +135,49 @@ def selectors() -> dict[str, Callable | None]:
     return {"v1": contestants.topk_v1(), "v2": contestants.topk_v2(), "flashinfer": contestants.topk_flashinfer()}
 
 
-def bout(cell: Cell, deployment: Deployment) -> Bout:
-    """Returns the contestants over one cell's scores; a result's values are compared with torch.topk's."""
-    width = deployment.context_length // RATIO
+def arena(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable]:
+    """Returns (scores, lengths, table, padded, fault) for contestants: random scores, a whole page table since peers may read
+    padding, the scores with -inf past each length, and what tells whether selected slots hold torch.topk's values."""
+    rows, pages = len(lengths), -(-width // PAGE)
     generator = torch.Generator("cuda").manual_seed(7)
-    scores = torch.randn(cell.rows, width, device="cuda", generator=generator)
-    drawn = lengths_of(cell.rows, cell.length and cell.length // RATIO, width)
-    lengths = torch.tensor(drawn, dtype=torch.int32, device="cuda")
-    pages = -(-width // PAGE)
-    table = torch.randperm(cell.rows * pages, device="cuda", generator=generator).view(cell.rows, pages).int()
-    past = torch.arange(width, device="cuda")[None] >= lengths[:, None]
+    scores = torch.randn(rows, width, device="cuda", generator=generator)
+    actual = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    table = torch.randperm(rows * pages, device="cuda", generator=generator).view(rows, pages).int()
+    past = torch.arange(width, device="cuda")[None] >= actual[:, None]
     padded = scores.masked_fill(past, float("-inf"))
     slot = (table.long()[..., None] * PAGE + torch.arange(PAGE, device="cuda")).flatten(1)[:, :width]
-    flat = torch.full((cell.rows * pages * PAGE,), float("-inf"), device="cuda")
+    flat = torch.full((rows * pages * PAGE,), float("-inf"), device="cuda")
     flat[slot.flatten()] = padded.flatten()
     best = torch.topk(padded, K, dim=1).values.sort(1).values
 
-    def fault(_name: str, out: torch.Tensor) -> str | None:
+    def fault(out: torch.Tensor) -> str | None:
         got = torch.where(out >= 0, flat[out.clamp(min=0).long()], torch.tensor(float("-inf"), device="cuda"))
         return None if torch.equal(got.sort(1).values, best) else "other values than torch.topk"
 
-    def work(call: Callable) -> Callable[[], torch.Tensor]:
-        out = torch.full((cell.rows, K), -1, dtype=torch.int32, device="cuda")
+    return scores, actual, table, padded, fault
 
-        def once() -> torch.Tensor:
-            call(scores, lengths, table, out, PAGE)
-            return out
 
-        return once
+def selecting(rows: int, call: Callable[[torch.Tensor], object]) -> Callable[[], torch.Tensor]:
+    """Returns work that selects into a tensor of its own, which it returns: a captured graph writes there at every replay."""
+    out = torch.full((rows, K), -1, dtype=torch.int32, device="cuda")
 
-    works = {"ours": work(topk.launch)}
-    works |= {name: work(call) for name, call in selectors().items() if call is not None}
-    return Bout(works, fault)
+    def once() -> torch.Tensor:
+        call(out)
+        return out
+
+    return once
+
+
+def bout(cell: Cell, deployment: Deployment) -> Bout:
+    """Returns the contestants over one cell's scores; a result's values are compared with torch.topk's."""
+    width = deployment.context_length // RATIO
+    drawn = lengths_of(cell.rows, cell.length and cell.length // RATIO, width)
+    scores, lengths, table, _padded, fault = arena(drawn, width)
+    calls = {"ours": topk.launch} | {name: call for name, call in selectors().items() if call is not None}
+    works = {
+        name: selecting(cell.rows, lambda out, call=call: call(scores, lengths, table, out, PAGE)) for name, call in calls.items()
+    }
+    return Bout(works, lambda _name, out: fault(out))
 
 
 # what the engine runs by itself, by architecture
