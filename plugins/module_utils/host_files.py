@@ -31,10 +31,9 @@ def look(path):
         return "file", None
 
 
-def difference(entry):
-    """{before, after} with headers where a path is not as the entry says, or None; owner and mode are not looked at."""
+def difference(entry, state, content):
+    """{before, after} with headers where a path, as look() saw it, is not as the entry says, or None; owner and mode are not looked at."""
     path, wanted = entry["path"], entry["state"]
-    state, content = look(path)
     if state == wanted and (wanted != "file" or content == entry["content"]):
         return None
     if wanted == "file" and state == "directory":

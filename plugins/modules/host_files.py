@@ -150,8 +150,9 @@ def main():
     for entry in module.params["files"]:
         entry["path"] = os.path.join(module.params["root"] or "/", entry["path"])
         try:
-            fresh = logic.look(entry["path"])[0] != entry["state"]
-            diff = logic.difference(entry)
+            state, content = logic.look(entry["path"])
+            fresh = state != entry["state"]
+            diff = logic.difference(entry, state, content)
             changed = diff is not None
             if changed:
                 diffs.append(diff)
