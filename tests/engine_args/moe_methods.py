@@ -277,12 +277,12 @@ def prepare() -> None:
     for kind, _speculation, _flags in CHECKPOINTS.values():
         experts(kind)
     import sglang.srt.configs.model_config
-    import sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe as fused_marlin_moe
+    from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
     import sglang.srt.layers.moe.moe_runner.flashinfer_cutlass
-    import sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe as fused_moe
-    import sglang.srt.layers.quantization.fp8 as fp8
-    import sglang.srt.layers.quantization.marlin_utils as marlin_utils
-    import sglang.srt.layers.quantization.marlin_utils_fp4 as marlin_utils_fp4
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization import marlin_utils
+    from sglang.srt.layers.quantization import marlin_utils_fp4
     import sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe
     import sglang.srt.layers.quantization.mxfp4_marlin_moe
     import sglang.srt.models.registry  # noqa: F401
@@ -383,7 +383,7 @@ def forward(layer, stored: dict, config) -> str:
 
     generator = torch.Generator().manual_seed(9)
     x = (torch.randint(-6, 7, (TOKENS, HIDDEN), generator=generator) / 4).to(torch.bfloat16)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).to(torch.int32)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for dummy in range(TOKENS)]).to(torch.int32)
     weights = torch.tensor([[0.75, 0.25]] * TOKENS)
     w1, w3, w2 = (torch.stack([stored[expert, shard][2] for expert in range(EXPERTS)]) for shard in ("w1", "w3", "w2"))
     expected = moe(x, ids, weights, w1, w3, w2, config.swiglu_limit) * config.routed_scaling_factor
@@ -533,8 +533,8 @@ def page(document: dict) -> str:
                 continue
             cells = [said(row["stock"][layer]) for layer in ("target", "draft")]
             cells += ["" if row["ours"][layer] == row["stock"][layer] else said(row["ours"][layer]) for layer in ("target", "draft")]
-            lines.append("| %s | %s, %s | %s | %s |" % (setting, row["runner"], row["draft_runner"], "yes" if row["good"] else "no",
-                                                      " | ".join(cell.replace("|", "\\|") for cell in cells)))
+            lines.append("| %s | %s, %s | %s | %s |" % (
+                setting, row["runner"], row["draft_runner"], "yes" if row["good"] else "no", " | ".join(cell.replace("|", "\\|") for cell in cells)))
         lines.append("")
     return "\n".join(lines)
 

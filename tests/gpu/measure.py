@@ -49,7 +49,7 @@ def post(url: str, path: str, body: dict, timeout: float = 600, headers: dict | 
 def prompt(length: int, seed: int) -> list[int]:
     """Token ids that no cache has seen: random, without special tokens."""
     source = random.Random(seed)
-    return [0] + [source.randrange(1000, 120000) for _ in range(length - 1)]
+    return [0] + [source.randrange(1000, 120000) for dummy in range(length - 1)]
 
 
 # --- info ----------------------------------------------------------------------------------------------------------------

@@ -45,13 +45,19 @@ finish)
     echo "CUDA_HOME=/usr/local/cuda"
     echo "PATH=$(dirname "$(command -v python3)"):/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
   } >"$dir/environment"
-  [ -e "$site/dsv4_sm120" ] && { mkdir -p "$dir/kernels"; mv "$site"/dsv4_sm120* "$dir/kernels/"; }
-  [ -e "$site/jit-cache" ] && { mkdir -p "$dir/cache"; cp -a "$site/jit-cache" "$dir/cache/all"; }
+  if [ -e "$site/dsv4_sm120" ]; then
+    mkdir -p "$dir/kernels"
+    mv "$site"/dsv4_sm120* "$dir/kernels/"
+  fi
+  if [ -e "$site/jit-cache" ]; then
+    mkdir -p "$dir/cache"
+    cp -a "$site/jit-cache" "$dir/cache/all"
+  fi
   # The fp4 experts use 12 of the 180 kernels in this file; all of them compile for five minutes.
   sed -i -E '/^  (COMMON|NVFP4|BIGGROUP|ACT)_GET_IF\(host::/d' "$site/sglang/kernels/jit/csrc/gemm/marlin_moe/moe_wna16_marlin.cuh"
   # The units switch writing of byte code off; without it each process would compile the engine anew.
   (cd "$site" && python3 -m compileall -q -j 0 sglang torch/_dynamo torch/_inductor torch/distributed torch/nn torch/fx torch/_functorch torch/*.py \
-    >"$dir/logs/compileall.log" 2>&1 || true)
+    >"$dir/logs/compileall.log" 2>&1) || true
   du -sh "$site" "$dir/kernels"
   ;;
 esac

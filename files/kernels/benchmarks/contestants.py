@@ -10,14 +10,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from dsv4_sm120.contestants import (  # noqa: F401
-    absent,
-    indexer_deepgemm,
-    indexer_tilelang,
-    topk_flashinfer,
-    topk_v1,
-    topk_v2,
-)
+from dsv4_sm120.contestants import absent, indexer_deepgemm, indexer_tilelang, topk_flashinfer, topk_v1, topk_v2
+
+__all__ = [
+    "absent", "indexer_deepgemm", "indexer_tilelang", "indexer_torch", "indexer_triton", "topk_flashinfer", "topk_v1", "topk_v2",
+]  # fmt: skip
 
 
 def indexer_triton():

@@ -32,7 +32,7 @@ LEAST = 6
 
 def bfloats(count: int) -> bytes:
     # the upper halves of floats
-    return b"".join(array.array("f", [rng.gauss(0, 1)]).tobytes()[2:] for _ in range(count))
+    return b"".join(array.array("f", [rng.gauss(0, 1)]).tobytes()[2:] for dummy in range(count))
 
 
 def download(pointer: int, count: int) -> list[float]:
@@ -44,19 +44,19 @@ def cache(pages: int, tokens: int) -> tuple[int, int]:
     """Returns a pool of random tokens, exactly as long as its tokens need, and its page pitch."""
     pitch = -(-tokens * 584 // 576) * 576
     e4m3 = [x for x in range(256) if x & 0x7F < 0x48]
-    rows = [bytes(rng.choices(e4m3, k=448)) + bfloats(64) for _ in range(8)]
+    rows = [bytes(rng.choices(e4m3, k=448)) + bfloats(64) for dummy in range(8)]
     page = b"".join(rows[i % 8] for i in range(tokens)) + bytes(rng.choices(range(120, 125), k=8 * tokens))
     return upload((page.ljust(pitch, b"\xff") * pages)[: pitch * (pages - 1) + 584 * tokens]), pitch
 
 
 def scope(tokens: int, pages: int, width: int, lengths: list[int]) -> list:
     pool, pitch = cache(pages, tokens)
-    listed = [-1 if rng.random() < 0.1 else rng.randrange(pages * tokens) for _ in range(width * len(lengths))]
+    listed = [-1 if rng.random() < 0.1 else rng.randrange(pages * tokens) for dummy in range(width * len(lengths))]
     return [pool, pitch, tokens.bit_length() - 1, upload(ints(listed)), width, upload(ints(lengths)), width]
 
 
 def run(heads: int, rows: int, scopes: list[list], widest: int) -> None:
-    q, sink = upload(bfloats(rows * heads * 512)), upload(array.array("f", [rng.gauss(0, 1) for _ in range(heads)]).tobytes())
+    q, sink = upload(bfloats(rows * heads * 512)), upload(array.array("f", [rng.gauss(0, 1) for dummy in range(heads)]).tobytes())
     second = scopes[1] if len(scopes) > 1 else [None, 0, 0, None, 0, None, 0]
     want = None
     for cluster in range(1, 9):

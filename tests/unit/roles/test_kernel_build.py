@@ -86,7 +86,8 @@ CASES = {
     "stock": (case(record(topk=OURS), policy="stock"), [], "kernel_build_policy says so", "", None),
     "ours": (case(None, proof(), policy="ours", **RAN), WANTED, None, "", False),
     "ours, proved before": (case(proof(), policy="ours"), WANTED, None, "", True),
-    "ours, one wrong": (case(None, proof(topk="fail"), policy="ours", **RAN), ["indexer", "indexer_topk", "sparse_mla"], "h19 length 513", "topk failed", False),
+    "ours, one wrong": (
+        case(None, proof(topk="fail"), policy="ours", **RAN), ["indexer", "indexer_topk", "sparse_mla"], "h19 length 513", "topk failed", False),
     "ours, no GPU": (case(policy="ours", look=NO_GPU), WANTED, None, "ours serve unproved: no CUDA GPU", False),
     "nobody asks for any": (case(kernels=[]), [], None, "", None),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import sys
@@ -36,7 +37,7 @@ def names(text: str) -> tuple[str, ...]:
 def seconds(text: str) -> float:
     """Returns a time limit."""
     value = float(text)
-    if not value > 0:
+    if math.isnan(value) or value <= 0:
         raise argparse.ArgumentTypeError("a time limit is more than 0 seconds")
     return value
 

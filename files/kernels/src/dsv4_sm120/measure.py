@@ -148,7 +148,7 @@ def measure(
         if "facts" in document:
             recorder.record["measured_on"] |= document["facts"]
         elif "buckets" in document:
-            done.expected = [(variant, rows) for variant, rows in document["buckets"]]
+            done.expected = [tuple(bucket) for bucket in document["buckets"]]
         elif "busy" in document:
             busy = document["busy"]
         elif "times" in document:

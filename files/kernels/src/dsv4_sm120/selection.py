@@ -62,7 +62,7 @@ def read_record(path: pathlib.Path) -> dict:
 
 def _are_rows(rows: object) -> bool:
     def is_range(value: object) -> bool:
-        return isinstance(value, list) and len(value) == 2 and all(type(item) is int for item in value)
+        return isinstance(value, list) and len(value) == 2 and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
     return isinstance(rows, dict) and all(
         isinstance(ranges, list) and all(is_range(value) for value in ranges) for ranges in rows.values()

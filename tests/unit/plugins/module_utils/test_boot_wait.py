@@ -45,7 +45,8 @@ def test_an_answer_from_the_old_boot_is_waited_out(end, outcome):
     host = GoingDown(["old", "old", "new"], ["starting", end])
     result = wait(host)
     assert result["boot_id"] == "new" and result["system"] == end and result["looks"] == 4
-    outcome("waits for another boot", "waits for another boot" if result["looks"] > 2 and result["boot_id"] == "new" else "goes on", f"{result['looks']} looks, then {result['system']}")
+    given = "waits for another boot" if result["looks"] > 2 and result["boot_id"] == "new" else "goes on"
+    outcome("waits for another boot", given, f"{result['looks']} looks, then {result['system']}")
 
 
 @pytest.mark.parametrize(
@@ -72,4 +73,5 @@ def test_the_reboots_limit_fits_a_server_with_eight_gpus(least, outcome):
     assert "nvidia_driver_reboot_timeout" in reboot["reboot_timeout"]
     said = block["rescue"][0]["ansible.builtin.fail"]["msg"]
     assert "It may still" in said and "run this again" in said and "Nothing is installed twice" in said
-    outcome("1800 s at least", "1800 s at least" if defaults["nvidia_driver_reboot_timeout"] >= 1800 else "less", f"nvidia_driver_reboot_timeout: {defaults['nvidia_driver_reboot_timeout']}")
+    limit = defaults["nvidia_driver_reboot_timeout"]
+    outcome("1800 s at least", "1800 s at least" if limit >= 1800 else "less", f"nvidia_driver_reboot_timeout: {limit}")

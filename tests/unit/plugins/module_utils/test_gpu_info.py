@@ -70,7 +70,8 @@ def test_a_bad_field_costs_only_itself(rows, outcome):
     assert gpus[2]["memory_total_mib"] is None and gpus[2]["unusable_reason"] == "[Unknown Error]"
     assert gpus[2]["ecc"] is False and gpus[2]["temperature_c"] == 33
     assert gpus[3]["unusable_reason"] == "[GPU requires reset]"
-    outcome("4 rows, usable 0 and 1", f"{len(gpus)} rows, usable {' and '.join(str(row['index']) for row in gpus if row['usable'])}", gpus[3]["unusable_reason"])
+    usable = " and ".join(str(row["index"]) for row in gpus if row["usable"])
+    outcome("4 rows, usable 0 and 1", f"{len(gpus)} rows, usable {usable}", gpus[3]["unusable_reason"])
 
 
 @pytest.mark.parametrize("busy", [pytest.param([(100, 121.40, 624), (100, 119.87, 624), (0, 31.02, 4)], id="FAB-01")])

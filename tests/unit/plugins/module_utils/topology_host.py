@@ -21,8 +21,8 @@ def the_plan(**changes):
     gpus = [{"index": n, "uuid": "GPU-00000000-0000-4000-8000-%012d" % n, "bus_id": "0000:%02x:00.0" % n, "numa_node": n // 4,
              "compute_capability": "12.0", "memory_total_mib": 97887} for n in range(8)]
     methods = json.loads((ROOT / "files/moe_methods.json").read_text(encoding="utf-8"))
-    return serving_plan.serving_plan({**source, **changes}, moe_methods=methods, engine="/opt/dsv4/engine", router="/opt/dsv4/router", model_path="/opt/dsv4/model", gpus=gpus,
-                                     kernel_path="/opt/dsv4/kernels")
+    return serving_plan.serving_plan({**source, **changes}, moe_methods=methods, engine="/opt/dsv4/engine", router="/opt/dsv4/router",
+                                     model_path="/opt/dsv4/model", gpus=gpus, kernel_path="/opt/dsv4/kernels")
 
 
 PLAN = the_plan()

@@ -106,7 +106,7 @@ def test_a_graph_counts_at_every_replay_and_nothing_waits(observed):
         guard.observe(values, places)
     counter = observed[values.device]
     values[40, 7] = float("nan")
-    for _ in range(10):
+    for dummy in range(10):
         graph.replay()
     assert read(counter) == (32 + 10 * 32, 10)
     assert counter.host.is_pinned()

@@ -22,7 +22,7 @@ def lengths_of(batch: int, kind: int | None, width: int) -> list[int]:
     if kind is not None:
         return [kind] * batch
     rng = random.Random(batch)
-    drawn = [int(2 ** rng.uniform(8, width.bit_length() - 1)) for _ in range(batch)]
+    drawn = [int(2 ** rng.uniform(8, width.bit_length() - 1)) for dummy in range(batch)]
     drawn[-1] = min(1024, width)
     drawn[0] = width
     return drawn
@@ -73,7 +73,7 @@ def replays(step: Callable[[], object], scores: torch.Tensor, live: torch.Tensor
     rows, width = scores.shape
     graph = timing.capture(step)
     for turn in range(200):
-        lengths = [rng.choice([0, 1, 512, 513, 16_385, rng.randint(1, width)]) for _ in range(rows)]
+        lengths = [rng.choice([0, 1, 512, 513, 16_385, rng.randint(1, width)]) for dummy in range(rows)]
         live.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         if turn % 20 == 0:
@@ -106,7 +106,7 @@ def _ties() -> str | None:
 
 def _same_bits() -> str | None:
     scores, lengths, table = case([131_072 - 7 * i for i in range(16)], 131_072)
-    outs = [torch.empty(16, K, dtype=torch.int32, device="cuda") for _ in range(20)]
+    outs = [torch.empty(16, K, dtype=torch.int32, device="cuda") for dummy in range(20)]
     for out in outs:
         topk.topk_transform_paged(scores, lengths, table, out, PAGE)
     torch.cuda.synchronize()
