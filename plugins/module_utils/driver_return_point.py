@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 import typing as t
+
+from . import host_files
 
 NAME = re.compile(r"^(\d{4,})\.json$")
 
@@ -73,19 +74,8 @@ def save(folder: str, point: dict[str, t.Any], keep: int, write: bool = True) ->
         return known[-1], False
     number = (known[-1] if known else 0) + 1
     if write:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".point-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                json.dump(point, out, indent=1, sort_keys=True)
-                out.write("\n")
-                out.flush()
-                os.fsync(out.fileno())
-            os.chmod(temporary, 0o600)
-            os.replace(temporary, path_of(folder, number))
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        host_files.make_folder(folder, 0o700)
+        host_files.write_atomic(path_of(folder, number), json.dumps(point, indent=1, sort_keys=True) + "\n", 0o600)
         for old in (known + [number])[:-keep] if keep > 0 else []:
             os.unlink(path_of(folder, old))
     return number, True

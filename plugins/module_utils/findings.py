@@ -8,9 +8,7 @@ The date is part of the entry, never of the key, so a run that changed nothing w
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 
 RECORD = "record"
 KEY_LINE = re.compile(r"^<!-- dsv4-([a-z]+): (\S+) -->$", re.MULTILINE)
@@ -48,21 +46,3 @@ def appended(text: str, preamble: str, date: str, title: str, body: str, key: st
         return None
     base = text if text.strip() else preamble.strip() + "\n"
     return base.rstrip("\n") + "\n" + entry(date, title, body, key, series)
-
-
-def write_atomic(path: str, text: str, mode: int) -> None:
-    """Replace ``path`` so that a reader sees the old or the new text, never a part.
-
-    Raises OSError when the folder is missing or the disk is full; the old file then stays.
-    """
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".findings-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
 
 MODES = {"file": "0644", "directory": "0755"}
 
@@ -50,21 +52,47 @@ def difference(entry, state, content):
             "after": shown(wanted, entry.get("content"))}
 
 
-def missing_parents(path):
-    """The folders above a path that are not there, the uppermost first."""
-    found = []
-    above = os.path.dirname(os.path.abspath(path))
-    while not os.path.lexists(above):
-        found.insert(0, above)
-        above = os.path.dirname(above)
-    return found
+def make_folder(path, mode=0o755):
+    """Make a folder and those above it, whatever the umask is; one that is there is left as it is."""
+    if os.path.isdir(path):
+        return
+    make_parents(path)
+    os.mkdir(path, mode)
+    os.chmod(path, mode)
 
 
 def make_parents(path):
     """Make the folders above a path, whatever the umask is."""
-    for folder in missing_parents(path):
-        os.mkdir(folder)
-        os.chmod(folder, int(MODES["directory"], 8))
+    make_folder(os.path.dirname(os.path.abspath(path)))
+
+
+def write_atomic(path, content, mode=0o644, sync=True):
+    """Replace a file in one step, whatever the umask is: a reader sees the old one or the new one, never a part.
+
+    Raises OSError when the folder is missing or the disk is full; the old file then stays. Without sync it may be lost with the power.
+    """
+    descriptor, fresh = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=os.path.basename(path) + ".new.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
+            stream.flush()
+            os.fchmod(stream.fileno(), mode)
+            if sync:
+                os.fsync(stream.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+        raise
+
+
+def sync_folder(path):
+    """Make renames in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove(path):

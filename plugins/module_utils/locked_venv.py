@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 
-from .host_files import make_parents
+from . import host_files
 
 MARKER = ".dsv4-venv.json"
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([^\s;]+)")
@@ -205,7 +205,7 @@ def build(path, key, text, python, version, wheels=(), wheel_dir="", index_url="
         if os.path.islink(path) or not os.path.isdir(path):
             raise VenvError("%s is in the way and no folder" % path)
         shutil.rmtree(path)
-    make_parents(path)
+    host_files.make_parents(path)
     inside = os.path.join(path, "bin", "python")
     code, output = run([python, "-I", "-m", "venv", path], environment, log)
     if code != 0:
@@ -234,7 +234,7 @@ def build(path, key, text, python, version, wheels=(), wheel_dir="", index_url="
         packages = {item["name"]: item["version"] for item in json.loads(output.strip().splitlines()[-1])} \
             if code == 0 else {}
         marker = {"key": key, "python": version, "packages": packages, "facts": facts}
-        write_marker(path, marker)
+        host_files.write_atomic(os.path.join(path, MARKER), json.dumps(marker, indent=1, sort_keys=True) + "\n")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return marker
@@ -268,14 +268,3 @@ def explain(output):
             name = match.group(1) if match.groups() and match.group(1) else ""
             return "pip install failed: %s%s" % (sentence, " (%s)" % name if name else "")
     return "pip install failed"
-
-
-def write_marker(path, marker):
-    """The marker, whole or not at all."""
-    final = os.path.join(path, MARKER)
-    with open(final + ".new", "w", encoding="utf-8") as stream:
-        json.dump(marker, stream, indent=1, sort_keys=True)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(final + ".new", final)

@@ -15,6 +15,8 @@ import os
 import re
 import shutil
 
+from ansible_collections.blackwell.dsv4.plugins.module_utils import host_files
+
 FORMAT = 1
 PLACEHOLDER = "@RELEASE@"
 MANIFEST = "manifest.json"
@@ -108,34 +110,21 @@ def problems(path):
 
 
 def _write(path, content, mode):
-    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.chmod(path, int(str(mode or "0644"), 8))
-
-
-def _sync_folder(path):
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    host_files.make_parents(path)
+    host_files.write_atomic(path, content, int(str(mode or "0644"), 8))
 
 
 def build(root, identifier, files, links, inputs, placeholder=PLACEHOLDER):
     """Write a release; what stood at its place, damaged, goes away. Returns its path."""
     place = folder(root, identifier)
     above = os.path.dirname(place)
-    os.makedirs(above, mode=0o755, exist_ok=True)
+    host_files.make_folder(above)
     for name in os.listdir(above):
         if name.startswith(".") and name.endswith((".new", ".old")):
             shutil.rmtree(os.path.join(above, name), ignore_errors=True)
     fresh = os.path.join(above, ".%s.new" % identifier)
     try:
-        os.mkdir(fresh, 0o755)
+        os.mkdir(fresh)
         os.chmod(fresh, 0o755)
         real = rendered(files, place, placeholder)
         for entry in real:
@@ -145,17 +134,16 @@ def build(root, identifier, files, links, inputs, placeholder=PLACEHOLDER):
             check_path(name)
             os.symlink(target, os.path.join(fresh, name))
         # An empty folder for the units to work in: python -m looks for modules in its working folder first.
-        os.mkdir(os.path.join(fresh, "run"), 0o755)
+        host_files.make_folder(os.path.join(fresh, "run"))
         manifest = manifest_of(identifier, real, links, inputs)
         _write(os.path.join(fresh, MANIFEST), json.dumps(manifest, indent=1, sort_keys=True) + "\n", "0644")
         for current, unused, unused_too in os.walk(fresh):
-            os.chmod(current, 0o755)
-            _sync_folder(current)
+            host_files.sync_folder(current)
         old = os.path.join(above, ".%s.old" % identifier)
         if os.path.lexists(place):
             os.rename(place, old)
         os.rename(fresh, place)
-        _sync_folder(above)
+        host_files.sync_folder(above)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -184,7 +172,7 @@ def switch(root, name, identifier):
         os.unlink(fresh)
     os.symlink(os.path.join("releases", identifier), fresh)
     os.replace(fresh, path)
-    _sync_folder(root)
+    host_files.sync_folder(root)
 
 
 def wanted_links(root, identifier):
@@ -238,14 +226,6 @@ def unit_differences(release_path, unit_dir, names):
         if installed != wanted or os.path.islink(path):
             different[name] = (installed, wanted)
     return different
-
-
-def install_unit(unit_dir, name, content):
-    """A unit file, in one step."""
-    path = os.path.join(unit_dir, name)
-    fresh = os.path.join(unit_dir, ".%s.new" % name)
-    _write(fresh, content, "0644")
-    os.replace(fresh, path)
 
 
 def releases_of_units(unit_dir, names, root):

@@ -17,6 +17,7 @@ import shutil
 import stat
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import checkpoint
+from ansible_collections.blackwell.dsv4.plugins.module_utils import host_files
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_fetch as fetching
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_manifest as manifests
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_sources as sources
@@ -293,12 +294,12 @@ class Staging:
             shutil.rmtree(self.work, ignore_errors=True)
 
         try:
-            os.makedirs(os.path.dirname(self.dest) or "/", mode=0o755, exist_ok=True)
+            host_files.make_parents(self.dest)
             fetcher._directory(self.dest)
             os.makedirs(self.work, mode=0o700, exist_ok=True)
             if self.manifest_from not in ("given", "marker", "unfinished transfer"):
                 # The next run must go on with the same manifest even if the source has changed since.
-                manifests.write_atomically(os.path.join(self.work, "manifest.json"), manifests.dump_manifest(files), 0o600)
+                host_files.write_atomic(os.path.join(self.work, "manifest.json"), manifests.dump_manifest(files), 0o600)
             counters = fetcher.run(finalise)
         except fetching.FetchFailed as exc:
             self._merge(fetcher)
@@ -354,10 +355,10 @@ class Staging:
                     return False
         except (OSError, ValueError):
             pass
-        manifests.write_atomically(self.marker_path, text, 0o644)
+        host_files.write_atomic(self.marker_path, text, 0o644)
         if fetcher.owner is not None:
             os.chown(self.marker_path, fetcher.owner[0], fetcher.owner[1])
-        manifests.sync_directory(self.dest)
+        host_files.sync_folder(self.dest)
         return True
 
     def _was_proven(self):

@@ -27,6 +27,7 @@ import threading
 import time
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import child_process
+from ansible_collections.blackwell.dsv4.plugins.module_utils import host_files
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_manifest as manifests
 from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_hash import BUFFER, hash_many
 from ansible_collections.blackwell.dsv4.plugins.module_utils.staging_sources import SourceError
@@ -221,7 +222,7 @@ class Job:
             "done": bits(self.states, DONE),
             "durable": bits(self.durable, 1),
         }
-        manifests.write_atomically(self.state_path, json.dumps(state), 0o600, sync=sync)
+        host_files.write_atomic(self.state_path, json.dumps(state), 0o600, sync=sync)
 
     def restart(self, keep_validator=None):
         """Forget all bytes: they are of another version, or wrong."""
@@ -896,7 +897,7 @@ class Fetcher:
                 os.fchown(job.descriptor, self.owner[0], self.owner[1])
             os.rename(job.part, final)
             status = os.fstat(job.descriptor)
-            manifests.sync_directory(os.path.dirname(final))
+            host_files.sync_folder(os.path.dirname(final))
             entry = manifests.stat_entry(status, sha256)
             if git_sha1:
                 entry["git_sha1"] = git_sha1
@@ -914,7 +915,7 @@ class Fetcher:
     def _save_record(self):
         with self.record_lock:
             text = json.dumps({"format": manifests.FORMAT, "files": self.record})
-            manifests.write_atomically(os.path.join(self.work, "record.json"), text, 0o600)
+            host_files.write_atomic(os.path.join(self.work, "record.json"), text, 0o600)
 
     def _directory(self, path):
         """Make a directory and its missing parents with our mode and owner."""
@@ -990,7 +991,7 @@ class Fetcher:
         while True:
             ended = self._ended.wait(1.0)
             try:
-                manifests.write_atomically(self.status_path, json.dumps(self.status()), 0o644, sync=False)
+                host_files.write_atomic(self.status_path, json.dumps(self.status()), 0o644, sync=False)
             except (OSError, RuntimeError):
                 pass
             if ended:

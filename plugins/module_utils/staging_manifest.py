@@ -203,31 +203,3 @@ def load_record(directory):
         if isinstance(data, dict) and data.get("format") == FORMAT and isinstance(data.get("files"), dict):
             files.update({path: entry for path, entry in data["files"].items() if isinstance(entry, dict)})
     return files
-
-
-def write_atomically(path, text, mode=0o644, sync=True):
-    """Replace a small file in one step; a reader sees the old one or the new one."""
-    temporary = "%s.new.%d" % (path, os.getpid())
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(text if isinstance(text, bytes) else text.encode("utf-8"))
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
-        os.rename(temporary, path)
-    except BaseException:
-        try:
-            os.unlink(temporary)
-        except OSError:
-            pass
-        raise
-
-
-def sync_directory(path):
-    """Make renames in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

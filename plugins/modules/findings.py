@@ -80,8 +80,7 @@ import os
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import findings
-from ansible_collections.blackwell.dsv4.plugins.module_utils.host_files import make_parents
+from ansible_collections.blackwell.dsv4.plugins.module_utils import findings, host_files
 
 
 def main() -> None:
@@ -108,8 +107,8 @@ def main() -> None:
             module.params["series"],
         )
         if after is not None and not module.check_mode:
-            make_parents(path)
-            findings.write_atomic(path, after, 0o644)
+            host_files.make_parents(path)
+            host_files.write_atomic(path, after)
     except (findings.FindingsError, OSError, UnicodeDecodeError) as error:
         module.fail_json(msg=f"{path}: {error}")
     result = {"changed": after is not None, "path": path, "previous_key": findings.last_key(before, module.params["series"])}

@@ -262,7 +262,6 @@ id:
   sample: no_space
 """
 
-import os
 import signal
 import threading
 
@@ -324,8 +323,6 @@ ARGUMENTS = {
 
 def main():
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True, mutually_exclusive=[("token", "token_file")])
-    # A file that is there for a moment only must not be readable for others in that moment.
-    os.umask(0o022)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda dummy_number, dummy_frame: stop.set())

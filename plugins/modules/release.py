@@ -154,6 +154,7 @@ import shutil
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.blackwell.dsv4.plugins.module_utils import host_files
 from ansible_collections.blackwell.dsv4.plugins.module_utils import release as logic
 
 
@@ -206,7 +207,7 @@ def activate(module, given):
              for name in sorted(links) if links[name] and links[name] != now[name]]
     if not module.check_mode:
         for name, (unused, wanted) in sorted(different.items()):
-            logic.install_unit(given["unit_dir"], name, wanted)
+            host_files.write_atomic(os.path.join(given["unit_dir"], name), wanted)
         # previous first: killed in between, the next run reads the same current and says the same again.
         for name in ("previous", "current"):
             if links[name] and links[name] != now[name]:

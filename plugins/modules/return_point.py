@@ -99,8 +99,8 @@ import os
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.blackwell.dsv4.plugins.module_utils import host_files, serving_state
 from ansible_collections.blackwell.dsv4.plugins.module_utils import release as releases
-from ansible_collections.blackwell.dsv4.plugins.module_utils import serving_state
 
 
 def read(path):
@@ -135,14 +135,8 @@ def snapshot(given):
 
 def write(path, point):
     """The point, whole or not at all."""
-    text = json.dumps(point, indent=1, sort_keys=True) + "\n"
-    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-    fresh = path + ".new"
-    with open(fresh, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(fresh, path)
+    host_files.make_parents(path)
+    host_files.write_atomic(path, json.dumps(point, indent=1, sort_keys=True) + "\n")
 
 
 def restore(given, point, check_mode):
@@ -158,7 +152,7 @@ def restore(given, point, check_mode):
         if unit["file"] is None:
             os.unlink(path)
         else:
-            releases.install_unit(given["unit_dir"], "%s.service" % name, unit["file"])
+            host_files.write_atomic(path, unit["file"])
     for name in ("current", "previous"):
         now, before = releases.linked(given["root"], name), point.get(name)
         if now == before:

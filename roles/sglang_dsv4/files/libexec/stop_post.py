@@ -22,8 +22,8 @@ import serving_state  # noqa: E402
 
 
 def write(folder, unit, answer):
-    """The cause of a unit's last failure, whole or not at all."""
-    os.makedirs(folder, mode=0o755, exist_ok=True)
+    """The cause of a unit's last failure, whole or not at all; by the unit's umask for root only, as the journal is."""
+    os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, "%s.json" % unit)
     with open(path + ".new", "w", encoding="utf-8") as stream:
         json.dump(answer, stream, indent=1, sort_keys=True)

@@ -91,3 +91,11 @@ class RecordedHost(System):
 @pytest.fixture
 def host(tmp_path):
     return RecordedHost(tmp_path)
+
+
+@pytest.fixture
+def umask_077():
+    """root's umask on a hardened host."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)

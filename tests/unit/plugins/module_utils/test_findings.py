@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import findings
@@ -46,17 +44,3 @@ def test_a_body_cannot_forge_the_key(series):
 def test_a_key_that_breaks_the_line_is_refused():
     with pytest.raises(findings.FindingsError, match="characters"):
         add("", "a -->")
-
-
-def test_a_failed_write_leaves_the_old_record(tmp_path, monkeypatch):
-    path = tmp_path / "FINDINGS.md"
-    path.write_text("old")
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        findings.write_atomic(str(path), "new", 0o644)
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["FINDINGS.md"]

@@ -185,12 +185,8 @@ def test_a_python_that_the_lock_does_not_serve_is_refused_before_anything_is_mad
     assert list(tmp_path.iterdir()) == []
 
 
-def test_others_may_enter_the_folders_whatever_the_umask_is(tmp_path):
-    before = os.umask(0o077)
-    try:
-        logic.build(str(tmp_path / "root/venvs/x"), "k", LOCK, "python3", "3.13", run=Runner(str(tmp_path / "root/venvs/x")))
-    finally:
-        os.umask(before)
+def test_others_may_enter_the_folders_whatever_the_umask_is(tmp_path, umask_077):
+    logic.build(str(tmp_path / "root/venvs/x"), "k", LOCK, "python3", "3.13", run=Runner(str(tmp_path / "root/venvs/x")))
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("root", "root/venvs")] == [0o755, 0o755]
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ansible_collections.blackwell.dsv4.plugins.module_utils import host_files
 from ansible_collections.blackwell.dsv4.plugins.module_utils import release as logic
 
 FILES = [{"path": "units/a.service", "content": "WorkingDirectory=@RELEASE@/run\n", "mode": "0644"},
@@ -79,6 +80,14 @@ def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "releases") == []
 
 
+def test_the_service_user_may_read_it_whatever_the_umask_is(tmp_path, umask_077):
+    unused, path = write(tmp_path / "root")
+    for folder, unused, names in os.walk(tmp_path / "root"):
+        assert os.stat(folder).st_mode & 0o777 == 0o755, folder
+        assert all(os.stat(os.path.join(folder, name)).st_mode & 0o044 == 0o044 for name in names)
+    assert os.path.isdir(os.path.join(path, "units"))
+
+
 def test_what_a_killed_write_left_goes_away(tmp_path):
     (tmp_path / "releases" / ".0123456789ab.new" / "units").mkdir(parents=True)
     write(tmp_path)
@@ -131,7 +140,7 @@ def test_unit_differences_and_install(tmp_path):
     assert list(logic.unit_differences(path, str(units), ["a.service"])) == ["a.service"]
     installed, wanted = logic.unit_differences(path, str(units), ["a.service"])["a.service"]
     assert installed is None
-    logic.install_unit(str(units), "a.service", wanted)
+    host_files.write_atomic(str(units / "a.service"), wanted)
     assert logic.unit_differences(path, str(units), ["a.service"]) == {}
     assert os.stat(units / "a.service").st_mode & 0o777 == 0o644
     assert logic.releases_of_units(str(units), ["a.service"], str(tmp_path)) == {os.path.basename(path)}

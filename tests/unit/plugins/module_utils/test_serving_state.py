@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -177,21 +178,23 @@ def test_units_that_are_as_wanted_are_left_alone():
         "disable sglang-dsv4-decode", "stop sglang-dsv4-decode", "daemon-reload", "enable sglang-dsv4"]
 
 
-def test_the_return_point_keeps_the_first_state_and_restores_it(tmp_path, monkeypatch):
+def test_the_return_point_keeps_the_first_state_and_restores_it(tmp_path, monkeypatch, umask_077):
     units, root = tmp_path / "system", tmp_path / "root"
     units.mkdir()
     (root / "releases" / ("a" * 12)).mkdir(parents=True)
     (root / "current").symlink_to("releases/" + "a" * 12)
-    (units / "old.service").write_text("by hand\n")
+    by_hand = b"# for J\xf6rg, in latin-1\n"
+    (units / "old.service").write_bytes(by_hand)
     seen = {"old": unit(), "new": unit(active_state="inactive", enabled=False)}
     monkeypatch.setattr(return_point.serving_state, "units", lambda names: seen)
     given = {"units": ["old", "new"], "unit_dir": str(units), "root": str(root), "target": {"release": "b" * 12}}
     point = return_point.snapshot(given)
     assert point["open"] and point["current"] == "a" * 12 and point["previous"] is None
-    assert point["units"]["old"]["file"] == "by hand\n" and point["units"]["new"]["file"] is None
+    assert point["units"]["new"]["file"] is None
     path = str(tmp_path / "state" / "return-point.json")
     return_point.write(path, point)
     assert return_point.read(path) == point and return_point.read(path + "x") == {}
+    assert [os.stat(name).st_mode & 0o777 for name in (tmp_path / "state", path)] == [0o755, 0o644]
     (units / "old.service").write_text("ours\n")
     (units / "new.service").write_text("ours\n")
     return_point.releases.switch(str(root), "current", "b" * 12)
@@ -199,7 +202,7 @@ def test_the_return_point_keeps_the_first_state_and_restores_it(tmp_path, monkey
     assert len(return_point.restore(given, point, True)) == 4
     assert (units / "new.service").exists()
     assert len(return_point.restore(given, point, False)) == 4
-    assert (units / "old.service").read_text() == "by hand\n" and not (units / "new.service").exists()
+    assert (units / "old.service").read_bytes() == by_hand and not (units / "new.service").exists()
     assert return_point.releases.linked(str(root), "current") == "a" * 12
     assert not (root / "previous").is_symlink()
     assert return_point.restore(given, point, False) == []

@@ -254,15 +254,11 @@ def test_two_transfers_into_one_directory_exclude_each_other(tmp_path):
     assert seen == ["busy"]
 
 
-def test_modes_and_owner(tmp_path):
+def test_modes_and_owner(tmp_path, umask_077):
     files = content(1)
     source = staging_sources.DirectorySource(str(tree(tmp_path / "from", files)))
     owner = (65534, 65534) if os.geteuid() == 0 else None
-    old = os.umask(0o077)
-    try:
-        fetcher(tmp_path / "to", manifest_of(files), [source], owner=owner).run()
-    finally:
-        os.umask(old)
+    fetcher(tmp_path / "to", manifest_of(files), [source], owner=owner).run()
     for name in ("part-0.bin", "sub/small.json"):
         status = (tmp_path / "to" / name).stat()
         assert stat.S_IMODE(status.st_mode) == 0o644 and (owner is None or status.st_uid == 65534)
@@ -889,6 +885,15 @@ def test_the_marker_comes_last_and_the_work_directory_goes(tmp_path):
     assert not (tmp_path / "to" / manifests.WORK_DIR).exists()
     plan = stage(tmp_path / "to", []).plan()
     assert plan["complete"] and plan["bytes_to_fetch"] == 0 and plan["manifest_from"] == "marker"
+
+
+def test_the_service_user_may_enter_and_read_it_whatever_the_umask_is(tmp_path, umask_077):
+    tree(tmp_path / "from", content(1))
+    stage(tmp_path / "root/models/m", [{"type": "directory", "path": str(tmp_path / "from")}], status_path=str(tmp_path / "status.json")).run()
+    for name in ("root", "root/models", "root/models/m"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o755, name
+    for name in ("root/models/m/" + manifests.MARKER, "status.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o644, name
 
 
 def test_sums_beside_the_files_prove_them(tmp_path):

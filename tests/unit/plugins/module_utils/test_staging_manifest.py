@@ -142,12 +142,3 @@ def test_no_text_gives_a_traceback(text):
     except manifests.ManifestError:
         return
     assert all(not path.startswith("/") and ".." not in path.split("/") for path in files)
-
-
-def test_a_file_is_replaced_in_one_step(tmp_path):
-    path = tmp_path / "x"
-    manifests.write_atomically(str(path), "one")
-    first = path.stat().st_ino
-    manifests.write_atomically(str(path), b"two", 0o600)
-    assert path.read_text() == "two" and path.stat().st_ino != first and path.stat().st_mode & 0o777 == 0o600
-    assert os.listdir(tmp_path) == ["x"]
