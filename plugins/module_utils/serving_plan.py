@@ -148,6 +148,7 @@ DEFAULTS = {
     "prefill_rate": 4000,
     "shutdown_grace": 60,
     "api_key": False,
+    "api_key_file": "/etc/dsv4/credentials/api-key",
     "firewall": True,
     "ephemeral_ports": [32768, 60999],
     "compute_capability": "12.0",
@@ -1119,6 +1120,7 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
         "instances": {}, "modes": {}, "endpoint": {}, "served_model_name": None, "listeners": [], "timing": {},
         "stock_kernels": [],
         "auth": {"api_key": _truth(options["api_key"]),
+                 "api_key_file": options["api_key_file"] if _truth(options["api_key"]) else "",
                  "workers": _truth(options["api_key"]) and _truth(options["worker_keys"])},
         "gpus": [{key: gpu.get(key) for key in ("index", "uuid", "bus_id", "name", "numa_node", "compute_capability")}
                  for gpu in options["gpus"]],

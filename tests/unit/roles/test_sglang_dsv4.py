@@ -76,7 +76,7 @@ def unit(name, result=None, **options):
     environment.filters["regex_replace"] = lambda text, pattern, new: re.sub(pattern, new, text, count=1)
     defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
     variables = yaml.safe_load((ROLE / "vars/main.yml").read_text(encoding="utf-8"))
-    defaults.update(sglang_dsv4_user="dsv4", sglang_dsv4_group="dsv4", sglang_dsv4_config_dir="/etc/dsv4",
+    defaults.update(sglang_dsv4_user="dsv4", sglang_dsv4_group="dsv4", __sglang_dsv4_key_files=["/k/api-key", "/k/worker.yaml"],
                     sglang_dsv4_nvml_path="/opt/dsv4/tools/lib/python3*/site-packages")
     text = environment.get_template(
         "router.service.j2" if instance["mode"] == "router" else "worker.service.j2").render(
@@ -145,7 +145,10 @@ def test_no_key_is_ever_an_argument_or_an_environment():
         directives, text = unit(name, api_key=True)
         assert "--api-key" not in text
         assert directives["LoadCredential"][0].startswith(("worker.yaml:", "router-api-key:"))
+    router, unused = unit("router", api_key=True, api_key_file="/k/of-the-plan")
+    assert router["LoadCredential"] == ["router-api-key:/k/of-the-plan"]
     workers, unused = unit("decode", api_key=True)
+    assert workers["LoadCredential"] == ["worker.yaml:/k/worker.yaml"]
     assert workers["LogFilterPatterns"] == ["~api[_-]key"]
     assert "--config /run/credentials/sglang-dsv4-decode.service/worker.yaml" in workers["ExecStart"][0]
     assert "--config" not in unit("decode", api_key=True, worker_keys=False)[1]

@@ -114,6 +114,16 @@ def test_check_mode_asks_nothing_and_writes_nothing(tmp_path):
     assert not (tmp_path / "reports").exists()
 
 
+def test_the_plan_says_where_the_key_lies(tmp_path):
+    (tmp_path / "api-key").write_text(KEY + "\n", encoding="utf-8")
+    with Endpoint(api_key=KEY) as endpoint:
+        plan = dict(plan_for(endpoint), auth={"api_key": True, "api_key_file": str(tmp_path / "api-key")})
+        output, seen = run(tmp_path, {"keyed": {"verification_plan": plan, "verification_probes": ["auth", "arithmetic"]}})
+        checks = {check["id"]: check["status"] for check in seen["keyed"]["result"]["checks"]}
+    assert checks["auth"] == "pass" and set(checks.values()) == {"pass"}, output
+    assert KEY not in output
+
+
 def test_the_key_is_in_no_output_and_no_report(tmp_path):
     hook = chats(lambda r: Reply(500, {"error": {"message": "refused %s" % r["headers"].get("Authorization")}}))
     (tmp_path / "key.yml").write_text(json.dumps({"verification_api_key": KEY}), encoding="utf-8")

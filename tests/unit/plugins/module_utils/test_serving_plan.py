@@ -452,3 +452,9 @@ def test_a_draft_that_nobody_watches_is_a_warning():
     found = plan({"speculation": "mtp", "instances.decode.kernels": ["nextn_moe"], "instances.prefill.kernels": ["nextn_moe"],
                   "instances.single.kernels": ["nextn_moe"]}, kernel_path="/k")["findings"]
     assert not [f for f in found if f["id"] == "kernels.draft"]
+
+
+def test_where_the_key_lies_is_said_only_when_there_is_one():
+    assert plan()["auth"] == {"api_key": False, "api_key_file": "", "workers": False}
+    assert plan(api_key=True, worker_keys=False, api_key_file="/etc/own/key")["auth"] == {
+        "api_key": True, "api_key_file": "/etc/own/key", "workers": False}
