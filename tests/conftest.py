@@ -1,13 +1,23 @@
 # GNU General Public License v3.0-or-later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What a test notes of a reported case, for the pages that tests/docs/cases.py writes."""
+"""What the tests have in common: ids of reported cases, and what a test notes of one for the pages that tests/docs/cases.py writes."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """The id of a reported case is one test; a test of it on another layer adds the layer (API-01-engine, DRV-01-booted)."""
+    known = {}
+    for item in items:
+        for case in getattr(item, "callspec", None) and item.callspec.id.split("-and-") or []:
+            if re.match(r"[A-Z]{2,3}-\d\d", case) and known.setdefault(case, item.nodeid) != item.nodeid:
+                raise pytest.UsageError(f"two tests have the id {case}: {known[case]} and {item.nodeid}")
 
 
 @pytest.fixture

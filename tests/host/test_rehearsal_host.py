@@ -221,7 +221,7 @@ def test_ubuntus_names_resolve_from_its_own_folder(host):
     assert all(f"{name}={A}-0ubuntu1" in run.flat for name in names) and host.packages() == ""
 
 
-@case("DRV-12")
+@case("DRV-12-booted")
 def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, host, outcome):
     for arguments in (["--check"], []):
         run = host.play("driver", *arguments, nvidia_driver_packages=["nvidia-open-590"])
@@ -235,7 +235,7 @@ def test_a_package_that_is_not_offered_is_known_before_anything_changes(cases, h
     outcome("fails, nothing installed", f"{run.ending()}, {'something' if host.packages() else 'nothing'} installed", words)
 
 
-@case("DRV-14")
+@case("DRV-14-booted")
 def test_secure_boot_without_a_key_stops_before_anything_changes(cases, host, outcome):
     host.kernel(secure_boot=True)
     run = host.play("driver")
@@ -249,7 +249,7 @@ def test_secure_boot_without_a_key_stops_before_anything_changes(cases, host, ou
     outcome("fails, nothing installed", f"{run.ending()}, {'something' if host.packages() else 'nothing'} installed", words)
 
 
-@case("DRV-08", "DRV-14-signed")
+@case("DRV-08-booted", "DRV-14-signed")
 def test_with_an_enrolled_key_the_driver_comes_up_signed_after_one_reboot(cases, host, outcome):
     host.shell("mkdir -p /var/lib/dsv4/mok; echo certificate > /var/lib/dsv4/mok/MOK.der; echo key > /var/lib/dsv4/mok/MOK.priv")
     digest = host.shell("sha256sum /var/lib/dsv4/mok/MOK.der").split()[0]
@@ -268,7 +268,7 @@ def test_with_an_enrolled_key_the_driver_comes_up_signed_after_one_reboot(cases,
     outcome("succeeds, another boot, 8 GPUs", f"{run.ending()}, {boot}, {host.shell('nvidia-smi -L').count('GPU-')} GPUs")
 
 
-@case("ANS-10", "DRV-08-again")
+@case("ANS-10-booted", "DRV-08-again")
 def test_the_second_run_changes_nothing_although_a_newer_driver_is_offered(cases, host, outcome):
     assert B in host.shell("apt-cache policy nvidia-driver-cuda")
     before, boot = host.packages(), host.boot_id()
@@ -291,7 +291,7 @@ def test_facts_of_eight_gpus_take_less_than_a_second(host):
     print(f"facts of eight GPUs: {facts['seconds']} s")
 
 
-@case("FAB-04")
+@case("FAB-04-booted")
 def test_copies_between_idle_gpus_are_compared_once_the_driver_is_there(cases, host, outcome):
     run = host.play("gpus")
     assert run.code == 0 and run.changed == 0 and "p2p_" not in run.flat, run.text
@@ -314,7 +314,7 @@ def test_copies_between_idle_gpus_are_compared_once_the_driver_is_there(cases, h
     outcome("fails", foul.ending(), foul.said("copies report success and the data is wrong: [^(]*"))
 
 
-@case("DRV-09", "DRV-11-pin")
+@case("DRV-09-booted", "DRV-11-pin")
 def test_every_package_of_the_set_is_held_and_a_lost_hold_is_drift(cases, host, outcome):
     names = {line.split()[1] for line in host.packages().splitlines()}
     assert len(names) > 10 and names == set(host.held()) and "cuda-toolkit-13-0" in names
@@ -335,7 +335,7 @@ def test_every_package_of_the_set_is_held_and_a_lost_hold_is_drift(cases, host, 
     outcome("all held again", "all held again" if set(host.held()) == names else "not all held", run.said("packages: hold \\S+"))
 
 
-@case("ANS-02")
+@case("ANS-02-booted")
 def test_a_held_lock_is_waited_for_and_its_holder_named(cases, host, outcome):
     holder = "import fcntl, time; f = open('/var/lib/dpkg/lock-frontend', 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); time.sleep({})"
     install = {"names": ["nvidia-open"], "family": ["nvidia-open"], "version": A, "origin": "NVIDIA"}
@@ -352,7 +352,7 @@ def test_a_held_lock_is_waited_for_and_its_holder_named(cases, host, outcome):
     outcome("apt_locked", refused["finding"]["id"], re.sub(r"process \d+", "process PID", refused["msg"]))
 
 
-@case("DRV-02")
+@case("DRV-02-booted")
 def test_a_module_that_does_not_build_leaves_names_and_a_host_that_works(cases, host, outcome):
     host.kernel(dkms_fails=[KERNEL])
     run = host.play("driver", nvidia_driver_version=B)
@@ -375,7 +375,7 @@ def test_a_module_that_does_not_build_leaves_names_and_a_host_that_works(cases, 
     outcome("fails", run.ending(), run.said("driver packages are not configured: .*?until the next boot"))
 
 
-@case("DRV-04")
+@case("DRV-04-booted")
 def test_an_upgrade_without_a_reboot_is_reboot_required_and_nothing_else(cases, host, outcome):
     run = host.play("driver", nvidia_driver_version=B, nvidia_driver_reboot_ok=False)
     assert f"module {B} is installed, {A} is loaded" in run.flat and "Reboot it yourself and run again" in run.flat
@@ -391,7 +391,7 @@ def test_an_upgrade_without_a_reboot_is_reboot_required_and_nothing_else(cases, 
     outcome("fails, reboot_required", f"{run.ending()}, {facts['driver']['state']}", run.said("module \\S+ is installed, \\S+ is loaded"))
 
 
-@case("ANS-06")
+@case("ANS-06-booted")
 def test_a_reboot_past_the_limit_says_how_to_go_on_and_the_next_run_does(cases, host, outcome):
     before = host.packages()
     late = host.play("driver", nvidia_driver_version=B, nvidia_driver_reboot_timeout=1)
@@ -432,7 +432,7 @@ def test_another_branch_and_back_leave_the_same_set(host):
     assert host.module("gpu_info", nvml_path="/opt/dsv4/tools", **ROOTS)["driver"]["loaded_version"] == A
 
 
-@case("DRV-01")
+@case("DRV-01-booted")
 def test_the_proprietary_flavour_is_found_and_replaced(cases, host, outcome):
     host.shell("apt-mark unhold nvidia-kernel-open-dkms")
     host.shell(f"DEBIAN_FRONTEND=noninteractive apt-get install -y -q nvidia-kernel-dkms={A}-1 nvidia-kernel-open-dkms- >/dev/null")
@@ -444,7 +444,7 @@ def test_the_proprietary_flavour_is_found_and_replaced(cases, host, outcome):
     outcome("succeeds, open", f"{run.ending()}, {'open' if 'MIT/GPL' in host.shell('modinfo nvidia') else 'proprietary'}")
 
 
-@case("FAB-14")
+@case("FAB-14-booted")
 def test_a_managed_command_line_takes_one_reboot_and_then_none(cases, host, outcome):
     before = host.boot_id()
     run = host.play("driver", nvidia_driver_manage_cmdline=True, nvidia_driver_reboot_ok=False)
@@ -461,7 +461,7 @@ def test_a_managed_command_line_takes_one_reboot_and_then_none(cases, host, outc
     outcome("succeeds, then changed=0", f"{run.ending()}, then changed={again.changed}", words)
 
 
-@case("FAB-02")
+@case("FAB-02-booted")
 def test_acs_above_the_gpus_is_named_and_cleared_at_every_boot(cases, host, outcome):
     host.kernel(acs_redirect=["0000:00:03.1", "0000:02:01.0"])
     host.reboot()

@@ -44,7 +44,7 @@ def arguments(message):
                 and c["finish_reason"] == "stop"
                 and s["content"] == ""
             ),
-            id="API-01",
+            id="API-01-engine",
         ),
         pytest.param(
             {"content_in_reasoning": True},
@@ -53,14 +53,14 @@ def arguments(message):
             lambda c, s: (
                 c["message"]["content"] is None and "391" in c["message"]["reasoning_content"] and "391" in s["reasoning_content"] and s["content"] == ""
             ),
-            id="API-02",
+            id="API-02-engine",
         ),
         pytest.param(
             {"parser_unaware": True},
             SUM,
             THINK,
             lambda c, s: c["message"]["reasoning_content"] is None and "340" in c["message"]["content"] and "340" in s["content"],
-            id="API-03",
+            id="API-03-engine",
         ),
         pytest.param(
             {"text": "We need 17*23, sum 391.\n<think>391"},
@@ -70,11 +70,11 @@ def arguments(message):
             id="API-03-open",
         ),
         pytest.param(
-            {"reasoning_field": True}, SUM, THINK, lambda c, s: "340" in c["message"]["reasoning"] and "reasoning_content" not in c["message"], id="API-05"
+            {"reasoning_field": True}, SUM, THINK, lambda c, s: "340" in c["message"]["reasoning"] and "reasoning_content" not in c["message"], id="API-05-engine"
         ),
         pytest.param({"reasoning_field": "both"}, SUM, THINK, lambda c, s: c["message"]["reasoning"] == c["message"]["reasoning_content"], id="API-05-both"),
         pytest.param(
-            {}, SUM, {**THINK, "max_tokens": 8}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "length" and not c["message"]["content"], id="API-06"
+            {}, SUM, {**THINK, "max_tokens": 8}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "length" and not c["message"]["content"], id="API-06-engine"
         ),
         pytest.param(
             {"call_as_text": True},
@@ -83,7 +83,7 @@ def arguments(message):
             lambda c, s: (
                 'get_weather({"city": "Paris"})' in s["content"] and c["message"]["content"] == s["content"] and "tool_calls" not in c["message"]
             ),
-            id="API-08",
+            id="API-08-engine",
         ),
         pytest.param(
             {"ascii_markup": True},
@@ -103,34 +103,34 @@ def arguments(message):
             ASK,
             TOOLS,
             lambda c, s: [call["index"] for call in c["message"]["tool_calls"]] == [0, 0] and len(s["calls"]) == 1,
-            id="API-11",
+            id="API-11-engine",
         ),
         pytest.param(
             {"merged_calls": True},
             ASK,
             TOOLS,
             lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}{"city": "Tokyo"}'] == [s["calls"][0]["arguments"]],
-            id="API-12",
+            id="API-12-engine",
         ),
-        pytest.param({"arguments_object": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == [{"city": "Paris"}, {"city": "Tokyo"}], id="API-15"),
+        pytest.param({"arguments_object": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == [{"city": "Paris"}, {"city": "Tokyo"}], id="API-15-engine"),
         pytest.param(
             {"finish_stop": True},
             ASK,
             TOOLS,
             lambda c, s: c["finish_reason"] == s["finish_reason"] == "stop" and len(c["message"]["tool_calls"]) == 2,
-            id="API-17",
+            id="API-17-engine",
         ),
         pytest.param(
             {"no_call": True, "null_content": True},
             ASK,
             {**TOOLS, **THINK},
             lambda c, s: c["message"]["content"] is None and "tool_calls" not in c["message"] and "get_weather" in c["message"]["reasoning_content"],
-            id="API-19",
+            id="API-19-engine",
         ),
-        pytest.param({"think": "off"}, SUM, THINK, lambda c, s: c["message"]["reasoning_content"] is None and "391" in c["message"]["content"], id="API-21"),
-        pytest.param({"bold": True, "null_content": True}, SUM, {}, lambda c, s: "**391**" in c["message"]["content"], id="API-23"),
-        pytest.param({"repeat_id": True}, ASK, TOOLS, lambda c, s: len(s["calls"]) == 2, id="API-24"),
-        pytest.param({"one_call": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}'] and len(s["calls"]) == 1, id="API-26"),
+        pytest.param({"think": "off"}, SUM, THINK, lambda c, s: c["message"]["reasoning_content"] is None and "391" in c["message"]["content"], id="API-21-engine"),
+        pytest.param({"bold": True, "null_content": True}, SUM, {}, lambda c, s: "**391**" in c["message"]["content"], id="API-23-engine"),
+        pytest.param({"repeat_id": True}, ASK, TOOLS, lambda c, s: len(s["calls"]) == 2, id="API-24-engine"),
+        pytest.param({"one_call": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}'] and len(s["calls"]) == 1, id="API-26-engine"),
         pytest.param(
             {"same_call": True}, ASK, TOOLS, lambda c, s: len(set(arguments(c["message"]))) == 1 and len(c["message"]["tool_calls"]) == 2, id="API-26-same"
         ),
@@ -145,10 +145,10 @@ def arguments(message):
         pytest.param(
             {"think": "on"}, SUM, {"chat_template_kwargs": {"thinking": False}}, lambda c, s: c["message"]["reasoning_content"] is not None, id="API-31-on"
         ),
-        pytest.param({"garbage": True}, SUM, {"max_tokens": 50}, lambda c, s: set(c["message"]["content"]) == set(s["content"]) == {"!"}, id="FAB-04"),
+        pytest.param({"garbage": True}, SUM, {"max_tokens": 50}, lambda c, s: set(c["message"]["content"]) == set(s["content"]) == {"!"}, id="FAB-04-engine"),
         pytest.param({"empty": True}, SUM, {}, lambda c, s: c["message"]["content"] == s["content"] == "" and c["finish_reason"] == "stop", id="empty"),
         pytest.param({"wrong_number": True}, SUM, {}, lambda c, s: "392" in c["message"]["content"] and "392" in s["content"], id="wrong-number"),
-        pytest.param({"abort": True}, SUM, {}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "abort" and not c["message"]["content"], id="PD-06"),
+        pytest.param({"abort": True}, SUM, {}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "abort" and not c["message"]["content"], id="PD-06-engine"),
     ],
 )
 def test_answers(single, faults, question, body, check):
@@ -312,11 +312,11 @@ def test_failed_warm_up_prints_the_ready_line(engines):
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        pytest.param("no_kernel", "no kernel image is available", id="KRN-03"),
-        pytest.param("shared_memory", "0xc980 bytes, 0xc000 max", id="KRN-07"),
-        pytest.param("oom", "CUDA out of memory", id="KRN-10"),
-        pytest.param("unsupported_arch", "Unsupported architecture", id="KRN-01"),
-        pytest.param("numa", "set_mempolicy: Operation not permitted", id="FAB-12"),
+        pytest.param("no_kernel", "no kernel image is available", id="KRN-03-engine"),
+        pytest.param("shared_memory", "0xc980 bytes, 0xc000 max", id="KRN-07-engine"),
+        pytest.param("oom", "CUDA out of memory", id="KRN-10-engine"),
+        pytest.param("unsupported_arch", "Unsupported architecture", id="KRN-01-engine"),
+        pytest.param("numa", "set_mempolicy: Operation not permitted", id="FAB-12-engine"),
     ],
 )
 def test_start_errors(engines, kind, line):

@@ -52,7 +52,7 @@ def host(state=None, plan=None, expected=True, **variables):
 
 # id -> (host, what the message must have; nothing: the host passes)
 CASES = {
-    "DRV-04": (
+    "DRV-04-guard": (
         host({"active_units": ["sglang-dsv4-decode"]}, nvidia_driver_reboot_ok=None),
         ["nvidia_driver_reboot_ok", "sglang-dsv4-decode", "Nothing was changed"],
     ),
@@ -60,21 +60,21 @@ CASES = {
         host({"active_units": ["sglang-dsv4-decode"]}, nvidia_driver_reboot_ok=False),
         ["sglang-dsv4-decode run on this host", "may stop"],
     ),
-    "DRV-14": (
+    "DRV-14-guard": (
         host({"secure_boot": "on", "key_enrolled": False, "findings": [SECURE]}),
         ["enrol at console or disable", "mokutil --import", "not touched"],
     ),
     "DRV-14-unknown": (host({"secure_boot": "on", "key_enrolled": None, "findings": [SECURE]}), ["enrol at console or disable", "mokutil --import"]),
-    "DRV-14-enrolled": (host({"secure_boot": "on", "key_enrolled": True}), []),
-    "DRV-14-legacy": (host({"secure_boot": "unsupported"}), []),
+    "DRV-14-guard-enrolled": (host({"secure_boot": "on", "key_enrolled": True}), []),
+    "DRV-14-guard-legacy": (host({"secure_boot": "unsupported"}), []),
     "DRV-14-nothing-to-do": (
         host({"secure_boot": "on", "key_enrolled": None}, {"install": {}, "summary": "nothing to do"}, expected=False),
         [],
     ),
-    "ANS-04": (host(__nvidia_driver_local=True), ["local; reboot it yourself and run again", "Nothing was changed"]),
+    "ANS-04-guard": (host(__nvidia_driver_local=True), ["local; reboot it yourself and run again", "Nothing was changed"]),
     "ANS-04-by-hand": (host(__nvidia_driver_local=True, nvidia_driver_reboot_ok=False), []),
     "ANS-04-no-reboot": (host(__nvidia_driver_local=True, expected=False), []),
-    "ANS-09": (host({"run_installer": True}), ["driver was installed with the .run installer; remove it first", "Nothing was changed"]),
+    "ANS-09-guard": (host({"run_installer": True}), ["driver was installed with the .run installer; remove it first", "Nothing was changed"]),
     "ANS-09-users": (host(__nvidia_driver_foreign=[4711]), ["4711", "window", "Nothing was changed"]),
     "ANS-09-window": (host(__nvidia_driver_foreign=[4711], nvidia_driver_stop_foreign=True), []),
     "undecided": (host(nvidia_driver_reboot_ok=None), ["needs a reboot", "module 2 is installed, 1 is loaded"]),

@@ -151,7 +151,7 @@ def test_no_devices_with_a_loaded_module_is_a_failed_start(smi, host, outcome):
     outcome("adapter_init_failed", facts["driver"]["state"], facts["driver"]["reason"])
 
 
-@pytest.mark.parametrize("smi", [pytest.param("Failed to initialize NVML: Driver/library version mismatch\n", id="DRV-04")])
+@pytest.mark.parametrize("smi", [pytest.param("Failed to initialize NVML: Driver/library version mismatch\n", id="DRV-04-facts")])
 @pytest.mark.parametrize("flavour", ["open", "proprietary"])
 def test_a_version_mismatch_asks_for_a_reboot(smi, flavour, host, outcome):
     host.eight_gpus().loaded("580.95.05", flavour).modinfo("580.126.09").answer("nvidia-smi", smi, code=18)
@@ -165,7 +165,7 @@ def test_a_version_mismatch_asks_for_a_reboot(smi, flavour, host, outcome):
     outcome("reboot_required", facts["driver"]["state"], facts["driver"]["reason"])
 
 
-@pytest.mark.parametrize("bound", [pytest.param(["nvidia"] * 7 + ["nouveau"], id="DRV-08"), pytest.param(["nouveau"] * 8, id="DRV-08-all")])
+@pytest.mark.parametrize("bound", [pytest.param(["nvidia"] * 7 + ["nouveau"], id="DRV-08-facts"), pytest.param(["nouveau"] * 8, id="DRV-08-all")])
 def test_nouveau_is_named_per_device(bound, host, outcome):
     for index, driver in enumerate(bound):
         host.gpu(f"0000:{index + 3:02x}:00.0", driver=driver)

@@ -54,24 +54,24 @@ def check(answer, name, permanent, *words):
         {}, "draft_nan", True, ["dsv4_topology.speculation", "files/moe_methods.json"], id="draft of NaN"),
     pytest.param(
         ["CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 94.97 GiB"],
-        {"used_mib": [93817, 15, 15, 15]}, "load_not_spread", True, ["93.8 GiB / 15 MiB x3"], id="FAB-11"),
+        {"used_mib": [93817, 15, 15, 15]}, "load_not_spread", True, ["93.8 GiB / 15 MiB x3"], id="FAB-11-journal"),
     pytest.param(
         ["setting membind: Invalid argument", "exit code 1"], {}, "numa_refused", True,
-        ["NUMA binding refused by cpuset/seccomp"], id="FAB-12"),
+        ["NUMA binding refused by cpuset/seccomp"], id="FAB-12-journal"),
     pytest.param(
         ["[rank0]: torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
          "port: 35061, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"],
-        {}, "port_in_use", False, ["35061"], id="PD-02"),
+        {}, "port_in_use", False, ["35061"], id="PD-02-journal"),
     pytest.param(
         ["Load weight begin. avail mem=94.20 GB", "sglang-dsv4-decode.service: start operation timed out. Terminating."],
-        {"result": "timeout"}, "start_timeout", False, ["weight load", "sglang_dsv4_start_timeout"], id="SVC-01"),
+        {"result": "timeout"}, "start_timeout", False, ["weight load", "sglang_dsv4_start_timeout"], id="SVC-01-journal"),
     pytest.param(
-        ["RuntimeError: no CUDA-capable device is detected"], {}, "no_gpu", False, ["nvidia-uvm"], id="SVC-06"),
+        ["RuntimeError: no CUDA-capable device is detected"], {}, "no_gpu", False, ["nvidia-uvm"], id="SVC-06-journal"),
     pytest.param(
-        ["Failed to register memory: Cannot allocate memory"], {}, "memlock", True, ["LimitMEMLOCK"], id="SVC-08"),
+        ["Failed to register memory: Cannot allocate memory"], {}, "memlock", True, ["LimitMEMLOCK"], id="SVC-08-journal"),
     pytest.param(
         ["PermissionError: [Errno 13] Permission denied: '/tmp/triton/abc.lock'"], {}, "cache_permission", True,
-        ["/var/cache/dsv4"], id="SVC-10"),
+        ["/var/cache/dsv4"], id="SVC-10-journal"),
 ])
 def test_real_reports(lines, options, name, permanent, words):
     check(logic.classify(lines, **options), name, permanent, *words)

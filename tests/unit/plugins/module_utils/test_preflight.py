@@ -22,7 +22,7 @@ def only(findings, ident):
 # -- inventory ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [pytest.param(["ubuntu", "cuda"], id="DRV-11"), pytest.param("ubuntu,cuda", id="DRV-11-text")])
+@pytest.mark.parametrize("source", [pytest.param(["ubuntu", "cuda"], id="DRV-11-preflight"), pytest.param("ubuntu,cuda", id="DRV-11-text")])
 def test_two_sources_of_the_driver_are_refused_up_front(source, outcome):
     item = only(preflight.driver_findings({"source": source, "branch": 580}), "driver_source")
     assert item["severity"] == "error" and "one origin" in item["what"] and "not both" in item["hint"]
@@ -154,7 +154,7 @@ def test_no_nvcc_is_another_verdict(managed, severity, host, outcome):
 @pytest.mark.parametrize(
     "running, configured, states",
     [
-        pytest.param("default", "pt", ["iommu_reboot", "iommu_translated"], id="FAB-14"),
+        pytest.param("default", "pt", ["iommu_reboot", "iommu_translated"], id="FAB-14-preflight"),
         pytest.param("pt", "pt", [], id="FAB-14-pt"),
         pytest.param("off", "off", [], id="FAB-14-off"),
     ],
@@ -174,7 +174,7 @@ def test_the_iommu_that_runs_counts(running, configured, states):
     assert [item["id"] for item in preflight.iommu_findings(unknown, 8)] == ["iommu_translated"]
 
 
-@pytest.mark.parametrize("drivers", [pytest.param(["nvidia"] * 7 + ["nouveau"], id="DRV-08")])
+@pytest.mark.parametrize("drivers", [pytest.param(["nvidia"] * 7 + ["nouveau"], id="DRV-08-preflight")])
 def test_the_one_device_that_nouveau_has_is_named(drivers, host, outcome):
     for index, name in enumerate(drivers):
         host.gpu(f"0000:{index + 3:02x}:00.0", driver=name)
@@ -185,7 +185,7 @@ def test_the_one_device_that_nouveau_has_is_named(drivers, host, outcome):
     outcome("warning gpu_bound_to_nouveau", item)
 
 
-@pytest.mark.parametrize("verdict", [pytest.param("adapter_init_failed", id="DRV-06")])
+@pytest.mark.parametrize("verdict", [pytest.param("adapter_init_failed", id="DRV-06-preflight")])
 def test_a_failed_start_is_an_error_that_no_installation_mends(verdict):
     state = {"findings": []}
     facts = {"state": verdict, "reason": "could not start the GPUs at 0000:01:00.0", "hint": "licence, Above 4G Decoding"}
@@ -193,7 +193,7 @@ def test_a_failed_start_is_an_error_that_no_installation_mends(verdict):
 
 
 @pytest.mark.parametrize(
-    "managed, severity", [pytest.param(True, "warning", id="DRV-01-managed"), pytest.param(False, "error", id="DRV-01")]
+    "managed, severity", [pytest.param(True, "warning", id="DRV-01-managed"), pytest.param(False, "error", id="DRV-01-preflight")]
 )
 def test_what_the_driver_role_mends_is_no_error_before_it(managed, severity):
     state = {

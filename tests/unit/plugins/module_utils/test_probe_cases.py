@@ -71,7 +71,7 @@ def given(what, probe, stream=False, **options):
 
 # Each try: (what the server sends, probe, streamed, expected verdict[, words that evidence or hint must hold]).
 ANSWERS = {
-    "FAB-04": [
+    "FAB-04-probes": [
         (body("!!!!!!!!!!!!!!!!", finish="length", usage={"prompt_tokens": 18, "completion_tokens": 256, "total_tokens": 274}),
          "arithmetic", False, "fail garbage_output", ["peer-to-peer", "IOMMU", "kernels"]),
         (body("\u7684" * 200, finish="length"), "arithmetic", False, "fail garbage_output"),
@@ -425,7 +425,7 @@ def case_ans_07():
 
 SCENES = {
     "PD-03": (case_pd_03, "inconclusive waiting"),
-    "PD-05": (case_pd_05, "fail timeout_no_bytes"),
+    "PD-05-probes": (case_pd_05, "fail timeout_no_bytes"),
     "PD-08": (case_pd_08, "fail timeout_no_bytes"),
     "PD-10": (case_pd_10, "fail zombie_server"),
     "PD-12": (case_pd_12, "flaky server_error"),
