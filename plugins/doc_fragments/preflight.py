@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class ModuleDocFragment:
-    """C(blackwell.dsv4.preflight) for findings, C(blackwell.dsv4.preflight.plan) for the plan that a host is held against."""
+    """C(blackwell.dsv4.preflight)."""
 
     DOCUMENTATION = r"""
 options:
@@ -16,29 +16,4 @@ options:
     type: list
     elements: str
     default: []
-"""
-
-    PLAN = r"""
-options:
-  plan:
-    description: What the inventory wants of the GPUs.
-    type: dict
-    default: {}
-    suboptions:
-      gpu_count:
-        description: How many GPUs the host must have.
-        type: int
-      bus_ids:
-        description: PCI addresses that must have a GPU.
-        type: list
-        elements: str
-        default: []
-      groups:
-        description: GPU indexes by instance.
-        type: dict
-        default: {}
-      numa:
-        description: NUMA node by instance; -1 binds nothing.
-        type: dict
-        default: {}
 """

@@ -26,6 +26,20 @@ NVIDIA = "10de"
 DISPLAY_CLASSES = ("0300", "0302")
 MIB = 1024 * 1024
 
+# Option of the modules, documented in doc_fragments/host.py.
+PLAN = {
+    "plan": {
+        "type": "dict",
+        "default": {},
+        "options": {
+            "gpu_count": {"type": "int"},
+            "bus_ids": {"type": "list", "elements": "str", "default": []},
+            "groups": {"type": "dict", "default": {}},
+            "numa": {"type": "dict", "default": {}},
+        },
+    }
+}
+
 # Field of a GPU: name for nvidia-smi's --query-gpu, and how its text becomes a value.
 SMI_FIELDS = (
     ("index", "index", "int"),
@@ -763,6 +777,54 @@ def health(gpus: list[dict[str, t.Any]], xids: list[dict[str, t.Any]], groups: d
     return findings
 
 
+def numa_findings(
+    gpus: list[dict[str, t.Any]], groups: dict[str, list[int]], nodes: dict[str, int], present: list[int]
+) -> list[dict[str, str]]:
+    """NUMA nodes of the plan against those of the GPUs. -1 in the plan binds nothing; -1 from the firmware cannot be bound."""
+    findings = []
+    by_index = {gpu["index"]: gpu for gpu in gpus}
+    for name, node in nodes.items():
+        if node is None or int(node) < 0:
+            continue
+        if present and int(node) not in present:
+            findings.append(
+                finding(
+                    "numa_node_absent",
+                    "error",
+                    f"{name} is planned for NUMA node {node}, the host has {present}",
+                    f"mend dsv4_topology.instances.{name}.numa_node",
+                )
+            )
+            continue
+        away = [index for index in groups.get(name, []) if index in by_index and by_index[index]["numa_node"] not in (None, -1, int(node))]
+        if away:
+            real = sorted({by_index[index]["numa_node"] for index in away})
+            findings.append(
+                finding(
+                    "numa_mismatch",
+                    "error",
+                    f"{name} is bound to NUMA node {node}, but its GPUs {away} are on node {', '.join(map(str, real))}",
+                    f"give {name} GPUs of node {node}, or set dsv4_topology.instances.{name}.numa_node to {real[0] if len(real) == 1 else -1}",
+                )
+            )
+        unknown = [index for index in groups.get(name, []) if index in by_index and by_index[index]["numa_node"] in (None, -1)]
+        if unknown and len(present) > 1:
+            findings.append(
+                finding(
+                    "numa_unknown",
+                    "warning",
+                    f"the firmware tells no NUMA node for GPUs {unknown} of {name}",
+                    f"look for NPS or NUMA settings in the BIOS, or set dsv4_topology.instances.{name}.numa_node to -1",
+                )
+            )
+    return findings
+
+
+def numa_nodes(system: System) -> list[int]:
+    """NUMA nodes of the host."""
+    return sorted(int(name[4:]) for name in system.listed(system.sys("devices/system/node")) if re.match(r"^node\d+$", name))
+
+
 def gather(
     system: System,
     nvml: t.Any,
@@ -776,6 +838,7 @@ def gather(
     """All facts of one host. ``nvml`` is pynvml, or None with the reason in ``nvml_missing``."""
     began = time.monotonic()
     plan = plan or {}
+    groups = plan.get("groups") or {}
     pci, pci_reason = pci_gpus(system)
     tried, answer, source = [], {"gpus": [], "p2p": None}, "lspci"
     for name in sources:
@@ -840,6 +903,10 @@ def gather(
             "usable": sum(1 for gpu in gpus if gpu["usable"]) if source in ("nvml", "nvidia-smi") else 0,
             "plan": plan.get("gpu_count"),
         },
-        "findings": compare(gpus, pci, plan, source) + health(gpus, xids, plan.get("groups")),
+        "findings": (
+            compare(gpus, pci, plan, source)
+            + health(gpus, xids, groups)
+            + numa_findings(gpus, groups, plan.get("numa") or {}, numa_nodes(system))
+        ),
         "seconds": round(time.monotonic() - began, 3),
     }

@@ -33,18 +33,6 @@ IOMMU_PROPOSAL = "iommu=pt"
 # Options of the modules, documented in doc_fragments/preflight.py.
 STRINGS = {"type": "list", "elements": "str", "default": []}
 IGNORE = {"ignore": STRINGS}
-PLAN = {
-    "plan": {
-        "type": "dict",
-        "default": {},
-        "options": {
-            "gpu_count": {"type": "int"},
-            "bus_ids": STRINGS,
-            "groups": {"type": "dict", "default": {}},
-            "numa": {"type": "dict", "default": {}},
-        },
-    }
-}
 
 
 # -- inventory --------------------------------------------------------------------------------------------------
@@ -528,53 +516,6 @@ def memory_findings(meminfo: str | None, need_gib: float) -> list[dict[str, str]
     return []
 
 
-def numa_findings(
-    gpus: list[dict[str, t.Any]], groups: dict[str, list[int]], nodes: dict[str, int], present: list[int]
-) -> list[dict[str, str]]:
-    """NUMA nodes of the plan against those of the GPUs. -1 in the plan binds nothing; -1 from the firmware cannot be bound."""
-    findings = []
-    by_index = {gpu["index"]: gpu for gpu in gpus}
-    for name, node in nodes.items():
-        if node is None or int(node) < 0:
-            continue
-        if present and int(node) not in present:
-            findings.append(
-                finding(
-                    "numa_node_absent",
-                    "error",
-                    f"{name} is planned for NUMA node {node}, the host has {present}",
-                    f"mend dsv4_topology.instances.{name}.numa_node",
-                )
-            )
-            continue
-        away = [index for index in groups.get(name, []) if index in by_index and by_index[index]["numa_node"] not in (None, -1, int(node))]
-        if away:
-            real = sorted({by_index[index]["numa_node"] for index in away})
-            findings.append(
-                finding(
-                    "numa_mismatch",
-                    "error",
-                    f"{name} is bound to NUMA node {node}, but its GPUs {away} are on node {', '.join(map(str, real))}",
-                    f"give {name} GPUs of node {node}, or set dsv4_topology.instances.{name}.numa_node to {real[0] if len(real) == 1 else -1}",
-                )
-            )
-        unknown = [index for index in groups.get(name, []) if index in by_index and by_index[index]["numa_node"] in (None, -1)]
-        if unknown and len(present) > 1:
-            findings.append(
-                finding(
-                    "numa_unknown",
-                    "warning",
-                    f"the firmware tells no NUMA node for GPUs {unknown} of {name}",
-                    f"look for NPS or NUMA settings in the BIOS, or set dsv4_topology.instances.{name}.numa_node to -1",
-                )
-            )
-    return findings
-
-
-def numa_nodes(system: System) -> list[int]:
-    return sorted(int(name[4:]) for name in system.listed(system.sys("devices/system/node")) if re.match(r"^node\d+$", name))
-
-
 def compat_findings(system: System) -> list[dict[str, str]]:
     """Does the loader find a cuda-compat libcuda before the driver's?"""
     path = system.which("ldconfig")
@@ -760,15 +701,9 @@ def bar_findings(gpus: list[dict[str, t.Any]]) -> list[dict[str, str]]:
     ]
 
 
-def gpu_findings(system: System, facts: dict[str, t.Any], plan: dict[str, t.Any]) -> list[dict[str, str]]:
+def gpu_findings(facts: dict[str, t.Any], plan: dict[str, t.Any]) -> list[dict[str, str]]:
     """The GPUs against the plan. ``facts`` are those of gpu_info."""
-    groups = plan.get("groups") or {}
-    return (
-        facts["findings"]
-        + numa_findings(facts["gpus"], groups, plan.get("numa") or {}, numa_nodes(system))
-        + matrix_findings(facts["p2p"], peer_pairs(groups))
-        + bar_findings(facts["gpus"])
-    )
+    return facts["findings"] + matrix_findings(facts["p2p"], peer_pairs(plan.get("groups") or {})) + bar_findings(facts["gpus"])
 
 
 def copy_between_peers(
@@ -843,8 +778,7 @@ def answer(findings: list[dict[str, str]], ignore: t.Iterable[str], known: t.Ite
 def gather(system: System, given: dict[str, t.Any]) -> dict[str, t.Any]:
     """Facts of the GPUs for the options of a module."""
     nvml, reason = gpu_info.load_nvml(given["nvml_path"])
-    plan = {name: given["plan"].get(name) for name in ("gpu_count", "bus_ids", "groups")}
-    return gpu_info.gather(system, nvml, plan=plan, nvml_missing=reason)
+    return gpu_info.gather(system, nvml, plan=given["plan"], nvml_missing=reason)
 
 
 def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> dict[str, t.Any]:
@@ -875,7 +809,7 @@ def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> di
         + kernel_findings(state, given.get("driver_version") or "", headers)
         + device_findings(facts["pci"])
         + state_findings(state, facts["driver"], managed)
-        + gpu_findings(system, facts, plan)
+        + gpu_findings(facts, plan)
         + iommu_findings(state, len(facts["pci"]))
         + acs_findings(acs, facts["pci"], acs_answer is not None and acs_answer.code == 0)
         + process_findings(facts["gpus"], units)
@@ -898,7 +832,7 @@ def host(system: System, facts: dict[str, t.Any], given: dict[str, t.Any]) -> di
             "toolkit": toolkit,
             "iommu": state["iommu"],
             "acs": acs,
-            "numa_nodes": numa_nodes(system),
+            "numa_nodes": gpu_info.numa_nodes(system),
             "headers": headers,
             "counts": facts["counts"],
             "cmdline_proposed": [IOMMU_PROPOSAL] if any(item["id"] == "iommu_translated" for item in findings) else [],

@@ -36,26 +36,10 @@ options:
     description: Seconds after which the driver's library is given up.
     type: float
     default: 30
-  plan:
-    description: What the inventory wants of the GPUs.
-    type: dict
-    default: {}
-    suboptions:
-      gpu_count:
-        description: How many GPUs the host must have.
-        type: int
-      bus_ids:
-        description: PCI addresses that must have a GPU.
-        type: list
-        elements: str
-        default: []
-      groups:
-        description: GPU indexes by the name of the instance that uses them.
-        type: dict
-        default: {}
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
   - blackwell.dsv4.host.nvml
+  - blackwell.dsv4.host.plan
   - blackwell.dsv4.host.proc
   - blackwell.dsv4.host.sys
 attributes:
@@ -77,6 +61,9 @@ EXAMPLES = r"""
       groups:
         prefill: [0, 1, 2, 3]
         decode: [4, 5, 6, 7]
+      numa:
+        prefill: 0
+        decode: 1
   register: __host_gpus
 
 - name: Ask the PCI bus only
@@ -249,18 +236,10 @@ def main() -> None:
             "nvidia_smi": {"type": "str", "default": "nvidia-smi"},
             "p2p": {"type": "bool", "default": True},
             "timeout": {"type": "float", "default": 30},
-            "plan": {
-                "type": "dict",
-                "default": {},
-                "options": {
-                    "gpu_count": {"type": "int"},
-                    "bus_ids": {"type": "list", "elements": "str", "default": []},
-                    "groups": {"type": "dict", "default": {}},
-                },
-            },
             **NVML,
             **PROC,
             **SYS,
+            **gpu_info.PLAN,
         },
         supports_check_mode=True,
     )

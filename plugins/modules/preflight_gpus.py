@@ -34,10 +34,10 @@ options:
 extends_documentation_fragment:
   - blackwell.dsv4.attributes
   - blackwell.dsv4.host.nvml
+  - blackwell.dsv4.host.plan
   - blackwell.dsv4.host.proc
   - blackwell.dsv4.host.sys
   - blackwell.dsv4.preflight
-  - blackwell.dsv4.preflight.plan
 attributes:
   check_mode:
     support: full
@@ -124,7 +124,7 @@ counts:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import preflight
+from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info, preflight
 from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import NVML, PROC, SYS, System
 
 
@@ -137,8 +137,8 @@ def main() -> None:
             **NVML,
             **PROC,
             **SYS,
+            **gpu_info.PLAN,
             **preflight.IGNORE,
-            **preflight.PLAN,
         },
         supports_check_mode=True,
     )
@@ -146,7 +146,7 @@ def main() -> None:
     system = System(given["proc_root"], given["sys_root"])
     facts = preflight.gather(system, given)
     peers = preflight.copy_between_peers(facts, given["plan"].get("groups") or {}, given["p2p"], given["p2p_timeout"])
-    findings = preflight.gpu_findings(system, facts, given["plan"]) + preflight.p2p_findings(peers)
+    findings = preflight.gpu_findings(facts, given["plan"]) + preflight.p2p_findings(peers)
     module.exit_json(changed=False, **preflight.answer(findings, given["ignore"], given["known"]), p2p=peers, counts=facts["counts"])
 
 

@@ -71,10 +71,10 @@ extends_documentation_fragment:
   - blackwell.dsv4.attributes
   - blackwell.dsv4.host.boot
   - blackwell.dsv4.host.nvml
+  - blackwell.dsv4.host.plan
   - blackwell.dsv4.host.proc
   - blackwell.dsv4.host.sys
   - blackwell.dsv4.preflight
-  - blackwell.dsv4.preflight.plan
 attributes:
   check_mode:
     support: full
@@ -170,7 +170,7 @@ facts:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.blackwell.dsv4.plugins.module_utils import preflight
+from ansible_collections.blackwell.dsv4.plugins.module_utils import gpu_info, preflight
 from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import BOOT, NVML, PROC, SYS, System
 
 
@@ -192,8 +192,8 @@ def main() -> None:
             **NVML,
             **PROC,
             **SYS,
+            **gpu_info.PLAN,
             **preflight.IGNORE,
-            **preflight.PLAN,
         },
         supports_check_mode=True,
     )

@@ -24,7 +24,7 @@ attributes:
     support: full
   platform:
     support: full
-    platforms: posix
+    platforms: linux
 options:
   path:
     description: The file.

@@ -22,7 +22,7 @@ attributes:
     support: N/A
   platform:
     support: full
-    platforms: posix
+    platforms: linux
 options:
   root:
     description: Folder that holds C(releases), C(current) and C(previous).

@@ -25,7 +25,7 @@ attributes:
     support: full
   platform:
     support: full
-    platforms: posix
+    platforms: linux
 options:
   stopped:
     description: Units that must not run, without C(.service). They are waited for.

@@ -24,7 +24,7 @@ attributes:
     support: N/A
   platform:
     support: full
-    platforms: posix
+    platforms: linux
 options:
   units:
     description: What to wait for; each with C(unit) (a name without C(.service)) and C(health_url), as in a plan.

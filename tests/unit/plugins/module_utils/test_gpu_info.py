@@ -448,3 +448,35 @@ def test_copies_between_gpus_go_through_the_cuda_library(stand_in):
     assert "of 4096 bytes differ although the copy reported success" in rows[0]["reason"]
     stand_in.load("580.126.09")
     assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in stand_in.copy((a, b))["reason"]
+
+
+GROUPS = {"prefill": [0, 1, 2, 3], "decode": [4, 5, 6, 7]}
+
+
+def only(findings, ident):
+    found = [item for item in findings if item["id"] == ident]
+    assert len(found) == 1, [item["id"] for item in findings]
+    return found[0]
+
+
+def test_numa_nodes_of_the_plan_are_compared_with_the_gpus():
+    gpus = [{"index": index, "numa_node": 0 if index < 4 else 1} for index in range(8)]
+    assert gpu_info.numa_findings(gpus, GROUPS, {"prefill": 0, "decode": 1}, [0, 1]) == []
+    item = only(gpu_info.numa_findings(gpus, GROUPS, {"prefill": 0, "decode": 0}, [0, 1]), "numa_mismatch")
+    assert (
+        "decode" in item["what"]
+        and "[4, 5, 6, 7]" in item["what"]
+        and "node 1" in item["what"]
+        and "instances.decode.numa_node to 1" in item["hint"]
+    )
+    assert only(gpu_info.numa_findings(gpus, GROUPS, {"decode": 1}, [0]), "numa_node_absent")
+    assert gpu_info.numa_findings(gpus, GROUPS, {"decode": -1}, [0]) == []
+    for gpu in gpus:
+        gpu["numa_node"] = -1
+    assert only(gpu_info.numa_findings(gpus, GROUPS, {"decode": 1}, [0, 1]), "numa_unknown")["severity"] == "warning"
+
+
+def test_the_nodes_of_a_plan_are_among_the_findings(host):
+    host.eight_gpus(numa=0).write("sys/devices/system/node/node0/cpulist", "0-63").write("sys/devices/system/node/node1/cpulist", "64-127")
+    facts = gpu_info.gather(host, None, sources=["lspci"], plan={"groups": GROUPS, "numa": {"prefill": 0, "decode": 1}})
+    assert only(facts["findings"], "numa_mismatch")["what"].startswith("decode is bound to NUMA node 1")

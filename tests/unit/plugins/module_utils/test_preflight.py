@@ -272,23 +272,6 @@ def test_space_is_measured_where_the_folder_will_be(tmp_path):
     assert len(space) == 1 and space[0]["free_gib"] > 0
 
 
-def test_numa_nodes_of_the_plan_are_compared_with_the_gpus():
-    gpus = [{"index": index, "numa_node": 0 if index < 4 else 1} for index in range(8)]
-    assert preflight.numa_findings(gpus, GROUPS, {"prefill": 0, "decode": 1}, [0, 1]) == []
-    item = only(preflight.numa_findings(gpus, GROUPS, {"prefill": 0, "decode": 0}, [0, 1]), "numa_mismatch")
-    assert (
-        "decode" in item["what"]
-        and "[4, 5, 6, 7]" in item["what"]
-        and "node 1" in item["what"]
-        and "instances.decode.numa_node to 1" in item["hint"]
-    )
-    assert only(preflight.numa_findings(gpus, GROUPS, {"decode": 1}, [0]), "numa_node_absent")
-    assert preflight.numa_findings(gpus, GROUPS, {"decode": -1}, [0]) == []
-    for gpu in gpus:
-        gpu["numa_node"] = -1
-    assert only(preflight.numa_findings(gpus, GROUPS, {"decode": 1}, [0, 1]), "numa_unknown")["severity"] == "warning"
-
-
 @pytest.mark.parametrize("first", [pytest.param("/usr/local/cuda-13.0/compat/libcuda.so.1", id="DRV-13-ldconfig")])
 def test_a_compat_library_before_the_drivers_is_found(first, host, outcome):
     host.answer(
