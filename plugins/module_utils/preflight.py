@@ -156,7 +156,7 @@ def placement_findings(groups: dict[str, list[str]]) -> list[dict[str, str]]:
 
 def inventory(given: dict[str, t.Any]) -> list[dict[str, str]]:
     """All findings of an inventory; those of the serving plan come with it."""
-    plan = [{key: item[key] for key in ("id", "severity", "what", "hint")} for item in given.get("plan_findings") or []]
+    plan = [finding(item["id"], item["severity"], f"{item['variable']}: {item['what']}", item["hint"]) for item in given.get("plan_findings") or []]
     return (
         core_findings(given.get("core_version", ""))
         + (placement_findings(given["groups"]) if given.get("groups") else [])

@@ -68,6 +68,7 @@ def test_an_inventory_says_everything_at_once():
         "not_a_boolean",
     ]
     assert set(found[2]) == {"id", "severity", "what", "hint"}
+    assert only(found, "gpus.count")["what"] == "v: w", "the variable to mend is named"
     kept, ignored = preflight.sort_and_ignore(found, ["no_host"])
     assert [item["severity"] for item in kept] == sorted([item["severity"] for item in kept], key=preflight.SEVERITIES.index)
     assert [item["id"] for item in ignored] == ["no_host"]
