@@ -25,11 +25,26 @@ from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_sour
 _SIZE = re.compile(r"\A\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?(?:/s)?\s*\Z")
 
 
+# What the operator sets, by the code of a failure.
+MEND = {
+    "no_source": "name one in model_staging_sources, or put the model there",
+    "not_found": "mend model_staging_sources, or dsv4_model (name, revision)",
+    "source_invalid": "mend model_staging_sources",
+    "source_permission": "mend model_staging_sources, or the permissions there",
+    "unauthorized": "mend model_staging_token or model_staging_token_file, or ask for access to the model",
+    "token_file": "mend model_staging_token_file",
+    "token_invalid": "mend model_staging_token or model_staging_token_file",
+    "ca_bundle": "mend model_staging_ca_bundle",
+    "certificate": "name its authority in model_staging_ca_bundle",
+    "no_space": "make room, or lower model_staging_reserve; model_staging_prune removes models by name",
+}
+
+
 class StagingError(Exception):
     """Staging ended without a usable model. C(code) is stable, C(details) is returned to the play."""
 
     def __init__(self, code, message, **details):
-        super().__init__(message)
+        super().__init__(message + (" -> %s" % MEND[code] if code in MEND else ""))
         self.code = code
         self.details = details
 
