@@ -1,12 +1,17 @@
 # GNU General Public License v3.0-or-later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Every flag and variable that the plan can render has its root cause and reason in the record's table."""
+"""Every flag and variable that the plan can render has its root cause and reason in the record's table; what an entry says first."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import pathlib
+import subprocess
+import sys
 
+import pytest
 import yaml
 
 from ansible_collections.blackwell.dsv4.plugins.filter.argv_flags import argv_flags
@@ -50,3 +55,52 @@ def test_a_reason_is_a_sentence_for_each_column():
     for name, why in REASONS.items():
         assert set(why) == {"cause", "reason"}, name
         assert all(len(text) > 2 for text in why.values()), name
+
+
+def check(name, status, reason="ok", evidence="seen", hint=""):
+    return {"id": name, "status": status, "reason": reason, "evidence": evidence, "hint": hint}
+
+
+def record(folder, results):
+    """FINDINGS.md after the role ran once for each of ``results`` (checks, status, further variables)."""
+    tasks = []
+    for checks, status, more in results:
+        counts = {word: sum(one["status"] == word for one in checks) for word in ("pass", "skipped", "fail")}
+        given = {
+            "deployment_record_path": str(folder / "FINDINGS.md"), "deployment_record_copy": "", "sglang_dsv4_release": {"id": "0a1b2c3d4e5f"},
+            "sglang_dsv4_plan": serving_plan(topology(), engine="/opt/e", router="/opt/r", model_path="/opt/m", gpus=GPUS),
+            "verification_result": {"mode": "pd", "status": status, "counts": counts, "checks": checks}, **more,
+        }  # fmt: skip
+        tasks.append({"import_role": {"name": "blackwell.dsv4.deployment_record"}, "vars": given})
+    play = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "vars": {"ansible_python_interpreter": sys.executable}, "tasks": tasks}]
+    (folder / "play.yml").write_text(json.dumps(play), encoding="utf-8")
+    done = subprocess.run(
+        [str(pathlib.Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(folder / "play.yml")],
+        env=dict(os.environ, ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"), ANSIBLE_COLLECTIONS_PATH=str(ROOT / ".collections"), ANSIBLE_NOCOLOR="1"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = folder / "FINDINGS.md"
+    return path.read_text(encoding="utf-8").split("\n## ")[1:] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_an_entry_says_first_what_failed_and_what_serves_now(tmp_path):
+    checks = [
+        check("mode", "pass"),
+        check("thinking.whole", "fail", "no_reasoning", "content is \"a | b\nc\"", "the parser on decode"),
+        check("auth", "skipped", "no_key", "the endpoint is open"),
+    ]
+    (entry,) = record(tmp_path, [(checks, "fail", {"sglang_dsv4_return_outcome": "release f00 again"})])
+    head, rest = entry.split("### Topology")
+    assert "**fail** (1 pass, 1 skipped, 1 fail)" in head and "release f00 again" in head
+    assert '- `thinking.whole` fail, no_reasoning: content is "a \\| b c" -> the parser on decode' in head
+    assert "- Skipped: auth: the endpoint is open" in head
+    assert '| thinking.whole | fail, no_reasoning | content is "a \\| b c" |' in rest and "| mode | pass | seen |" in rest
+
+
+@pytest.mark.slow
+def test_check_mode_which_asks_nothing_announces_no_entry(tmp_path):
+    passed = ([check("mode", "pass")], "pass", {})
+    skipped = ([check("mode", "skipped", "check_mode", "nothing is asked in check mode")], "skipped", {})
+    assert len(record(tmp_path, [passed, skipped, passed])) == 1
