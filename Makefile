@@ -3,6 +3,8 @@
 #   make rehearse        the whole main job on a host that is booted for it (root); again: changed=0
 #   make rehearse-down   stop and remove that host
 #   make test            everything that .ci/run runs
+#   make drill           faults on a serving host, 45 minutes; writes molecule/drill/RESULTS.md
+#   make host-cases      driver and kernel cases with their reboots, 20 minutes
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -595,10 +595,11 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="faults whose name holds this")
     parser.add_argument("--since", default="", help="the first fault whose name holds this, and those after it")
-    parser.add_argument("--short", action="store_true", help="five faults")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--results", default=str(HERE / "RESULTS.md"))
-    parser.add_argument("-e", "--extra", action="append", default=[], help="extra variables for the playbooks")
+    parser.add_argument("--short", action="store_true", help="the five of molecule's default scenario; writes nothing")
+    parser.add_argument("--list", action="store_true", help="name the faults and end")
+    parser.add_argument("--results", default=str(HERE / "RESULTS.md"),
+                        help="the table; with --only or --since its other rows stay (default: beside this file)")
+    parser.add_argument("-e", "--extra", action="append", default=[], metavar="VARIABLES", help="extra variables for the playbooks")
     given = parser.parse_args(argv)
     if given.list:
         for name, *unused in Drill(None).faults():

@@ -239,9 +239,9 @@ def in_fork(line: dict, model: Path) -> dict:
 
 def main() -> int:
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cli.add_argument("--inventory", type=Path, action="append", default=[])
-    cli.add_argument("--units", type=Path, action="append", default=[])
-    cli.add_argument("--json", type=Path, action="append", default=[])
+    cli.add_argument("--inventory", type=Path, action="append", default=[], help="folder of an inventory: every command line of its plan")
+    cli.add_argument("--units", type=Path, action="append", default=[], help="folder with unit files, as render.yml writes them")
+    cli.add_argument("--json", type=Path, action="append", default=[], help="file with a list of command lines")
     cli.add_argument("--show", action="store_true", help="print the resolved values too")
     options = cli.parse_args()
     lines = [line for folder in options.inventory for line in from_inventory(folder)]

@@ -94,9 +94,9 @@ def resolve() -> list[str]:
 def main() -> int:
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = cli.add_mutually_exclusive_group()
-    what.add_argument("--wheel", action="store_true")
-    what.add_argument("--check", action="store_true")
-    what.add_argument("--wheelhouse", type=Path)
+    what.add_argument("--wheel", action="store_true", help="only the line of the local wheel, no network")
+    what.add_argument("--check", action="store_true", help="exit status 1 when that line does not fit the sources")
+    what.add_argument("--wheelhouse", type=Path, metavar="DIR", help="put the local wheel into DIR")
     options = cli.parse_args()
     if options.wheelhouse:
         print(build(options.wheelhouse))
