@@ -281,8 +281,7 @@ class Suite:
             self.sleep(min(2.0, max(0.1, end - time.monotonic())))
         seconds = round(time.monotonic() - begun, 3)
         if waiting:
-            text = "waiting: " + ", ".join(waiting)
-            return Check("endpoint", V.INCONCLUSIVE, "waiting", self._evidence(text), self.hints.of("waiting"), seconds=seconds)
+            return Check("endpoint", V.INCONCLUSIVE, "waiting", self._evidence(", ".join(waiting)), self.hints.of("waiting"), seconds=seconds)
         parts = [w["name"] for w in self.o.workers or []] + (["router"] if self.o.readiness_path else [])
         return Check("endpoint", V.PASS, "ok", "ready: %s" % (", ".join(parts) or "not asked"), seconds=seconds)
 

@@ -56,8 +56,9 @@ _HINTS = {
     "stream_incomplete": "the stream ended without its [DONE]: journalctl -u {unit}; sglang-router 0.3.2 also ends a stream early "
                          "when an answer holds the text of the end marker",
     "body_too_large": "the server sends without end: journalctl -u {unit}",
-    "unauthorized": "the endpoint refuses the planned key: the same key must be on router and workers",
-    "key_missing": "the endpoint wants a key: give api_key or api_key_file",
+    "unauthorized": "the key that was sent is refused: mend verification_api_key or the file that verification_api_key_file names; "
+                    "router and workers must have the same key",
+    "key_missing": "the endpoint wants a key: verification_api_key or verification_api_key_file",
     "request_rejected": "the probe's own request was refused; the server's message says why",
     "model_name_mismatch": "ask for the served name: compare GET /v1/models with --served-model-name on {unit}",
     "rate_limited": "the endpoint is busy: run again, or look at --max-concurrent-requests of {router_unit}",
@@ -115,7 +116,7 @@ _HINTS = {
     "not_refused": "the endpoint accepted what it should refuse: journalctl -u {unit}",
     "auth_open": "the endpoint answers without a key: --api-key on {router_unit}",
     "unhealthy_after": "the endpoint did not survive the probe: journalctl -u {unit} -u {router_unit}",
-    "waiting": "the host is still loading: run again when the unit is ready; journalctl -fu {unit}",
+    "waiting": "a unit is loading, or does not run: systemctl status {units}; run again when all are ready",
     "model_not_listed": "another release or model serves: GET /v1/models, systemctl status {units}",
 }
 
