@@ -262,6 +262,7 @@ def test_with_an_enrolled_key_the_driver_comes_up_signed_after_one_reboot(cases,
     modules = host.shell("cat /run/rehearsal/root/proc/modules")
     assert "nvidia " in modules and "nouveau" not in modules
     assert digest in host.shell(f"cat /lib/modules/{KERNEL}/updates/dkms/nvidia.ko")
+    assert host.shell("grep -c /var/lib/dsv4/mok/MOK /etc/dkms/framework.conf.d/dsv4-signing.conf").strip() == "2"
     assert host.shell("nvidia-smi -L").count("GPU-") == 8
     print(f"install and reboot: {run.seconds:.0f} s")
     boot = "another boot" if host.boot_id() != before else "the same boot"
@@ -281,6 +282,9 @@ def test_the_second_run_changes_nothing_although_a_newer_driver_is_offered(cases
     assert host.packages() == before and host.boot_id() == boot
     print(f"second run: {run.seconds:.0f} s")
     host.kernel(secure_boot=False)
+    without = host.play("driver")
+    assert without.code == 0 and without.changed == 1, without.text
+    assert host.shell("ls /etc/dkms/framework.conf.d/dsv4-signing.conf 2>/dev/null || true") == ""
     outcome("succeeds, changed=0", run.ending())
 
 

@@ -83,21 +83,18 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
-def verdicts(tmp_path_factory):
-    """Message of each host that the guard stopped, from one run of ansible-playbook."""
-    folder = tmp_path_factory.mktemp("guard")
+def stopped(folder, name, hosts):
+    """Message of each host that a task file of the role stopped, from one run of ansible-playbook."""
     defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
     common = {name: value for name, value in defaults.items() if not (isinstance(value, str) and "{{" in value)}
-    names = {case: case.replace("-", "_").lower() for case in CASES}
     inventory = {
         "all": {
             "vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, **common},
-            "hosts": {names[case]: variables for case, (variables, _words) in CASES.items()},
+            "hosts": hosts,
         }
     }
     (folder / "hosts.yml").write_text(yaml.safe_dump(inventory), encoding="utf-8")
-    play = [{"hosts": "all", "gather_facts": False, "tasks": [{"ansible.builtin.include_tasks": str(ROLE / "tasks/guard.yml")}]}]
+    play = [{"hosts": "all", "gather_facts": False, "tasks": [{"ansible.builtin.include_tasks": str(ROLE / "tasks" / name)}]}]
     (folder / "play.yml").write_text(yaml.safe_dump(play), encoding="utf-8")
     program = shutil.which("ansible-playbook") or str(pathlib.Path(sys.executable).with_name("ansible-playbook"))
     environment = {
@@ -124,6 +121,15 @@ def verdicts(tmp_path_factory):
         if found:
             failed[head.strip().split("\n")[-1]] = json.loads("{" + body + "\n}")["msg"]
     assert failed, done.stdout + done.stderr
+    return failed
+
+
+@pytest.fixture(scope="session")
+def verdicts(tmp_path_factory):
+    """Message of each case that the guard stopped."""
+    names = {case: case.replace("-", "_").lower() for case in CASES}
+    hosts = {names[case]: variables for case, (variables, _words) in CASES.items()}
+    failed = stopped(tmp_path_factory.mktemp("guard"), "guard.yml", hosts)
     return {case: failed.get(name) for case, name in names.items()}
 
 
@@ -137,6 +143,14 @@ def test_the_guard_stops_before_anything_is_touched(case, verdicts, outcome):
     outcome("stops" if words else "goes on", "goes on" if verdicts[case] is None else "stops", " ".join((verdicts[case] or "").split()))
 
 
+def test_a_key_that_cannot_be_fetched_says_where_else_it_may_come_from(tmp_path):
+    known = {"__nvidia_driver_key_path": str(tmp_path / "key.asc"), "__nvidia_driver_key_url": "http://127.0.0.1:9/key.pub"}
+    said = stopped(tmp_path, "key.yml", {"cut_off": known, "given": {**known, "nvidia_driver_repo_key": "-----BEGIN"}})
+    assert list(said) == ["cut_off"], said
+    for word in ("http://127.0.0.1:9/key.pub", "refused", "nvidia_driver_repo_key_file", "nvidia_driver_mirrors", "Nothing was changed"):
+        assert word in said["cut_off"], said
+
+
 def files_of(name):
     """The task files that a task file of the role brings in, in order."""
     tasks = yaml.safe_load((ROLE / "tasks" / name).read_text(encoding="utf-8"))
@@ -145,7 +159,7 @@ def files_of(name):
 
 def test_the_guard_comes_before_every_task_that_changes():
     order = files_of("main.yml")
-    assert order[:3] == ["assert.yml", "plan.yml", "guard.yml"]
+    assert order[:3] == ["assert.yml", "plan.yml", "guard.yml"] and "key.yml" in files_of("plan.yml")
     changing = (
         "ansible.builtin.copy",
         "ansible.builtin.template",
@@ -155,7 +169,7 @@ def test_the_guard_comes_before_every_task_that_changes():
         "ansible.builtin.reboot",
         "blackwell.dsv4.host_files",
     )
-    for name in order[:3]:
+    for name in [*order[:3], "key.yml"]:
         for task in yaml.safe_load((ROLE / "tasks" / name).read_text(encoding="utf-8")):
             assert not set(changing) & set(task), f"{name}: {task['name']}"
             if "blackwell.dsv4.driver_packages" in task:
