@@ -341,16 +341,22 @@ class Drill:
         fault.changes = True
         return "the play is killed at \"%s\", run again" % task.replace(" | ", ": "), fault
 
-    def bad_release(self, name, faults, words, timeout=None):
-        """A release whose decode half is bad: the play ends non-zero and goes back by itself."""
+    def bad_release(self, name, faults, words, variables=None, moved=False):
+        """A release whose decode half is bad: the play ends non-zero and goes back by itself.
+
+        A moved one has decode on another port, where nobody answers once the former release is back.
+        """
         host = self.host
 
         def fault():
             host.run("mkdir -p /etc/rehearsal; printf '%%s' '%s' > /etc/rehearsal/drill.json" % json.dumps(
                 {"decode": {"faults": faults}}))
-            more = ["-e", json.dumps(timeout)] if timeout else []
+            more = dict(variables or {})
+            if moved:
+                more["dsv4_topology"] = json.loads(host.run("cat /opt/dsv4/current/manifest.json"))["inputs"]["topology"]
+                more["dsv4_topology"]["instances"]["decode"]["port"] += 10
             output = host.playbook("site.yml", *self.deploy(name, REHEARSAL_ENGINE_SETTINGS="/etc/rehearsal/drill.json"),
-                                   *more, expect=1)
+                                   "-e", json.dumps(more), expect=1)
             host.run("rm -f /etc/rehearsal/drill.json")
             for word in words:
                 if word not in output:
@@ -555,7 +561,7 @@ class Drill:
         yield self.bad_release("decode never gets ready", {"never_ready": True}, ["Going back to release", "not ready"],
                                {"sglang_dsv4_start_timeout": 120, "sglang_dsv4_gpu_wait": 5}) + (900, False)
         yield self.bad_release("decode ends with a permanent failure", {"start_error": "no_kernel"},
-                               ["Going back to release", "no_kernel_image"]) + (600, False)
+                               ["Going back to release", "no_kernel_image"], moved=True) + (600, False)
         for number, task in enumerate(KILLED_AT, 1):
             yield self.killed_play(number, task, once_more=number in (4, 8)) + (900, False)
         yield self.interruption() + (600, False)

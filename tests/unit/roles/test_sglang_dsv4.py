@@ -543,6 +543,13 @@ def test_stop_post_ends_the_restarts_of_a_permanent_failure(tmp_path, lines, res
         assert json.loads(written.read_text())["tail"] == lines
 
 
+def test_the_readme_knows_every_class_and_whether_it_is_tried_again():
+    rows = re.findall(r"(?m)^\| (`.*`) \| [^|]* \| (yes|no) \|$", (ROLE / "README.md").read_text(encoding="utf-8"))
+    said = {name: again for names, again in rows for name in re.findall(r"`(\w+)`", names)}
+    assert said.pop("unknown") == "yes"
+    assert said == {name: "no" if permanent else "yes" for name, permanent, *unused in journal_classifier.RULES}
+
+
 @pytest.mark.parametrize("kind,module", [("sglang-router", "sglang_router.launch_router"), ("smg", "smg.launch_router")])
 def test_launcher_puts_the_key_into_the_arguments_only(tmp_path, kind, module):
     launcher = program("router_launcher")
