@@ -2,14 +2,17 @@
 """What the guard counts: on a GPU, else under Triton's interpreter; and inside a CUDA graph."""
 
 import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is declared, at the guard's first call
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's own functions are declared, at its import
+pytest.importorskip("triton", reason="needs Triton")
 
 from dsv4_sm120.nextn_moe import guard  # noqa: E402
 
@@ -118,3 +121,53 @@ def test_a_first_call_inside_a_capture_is_refused(observed):
     with pytest.raises(RuntimeError, match="should have run before"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             guard.observe(values, None)
+
+
+# A server that counts SIGQUIT, and a scheduler of its whose draft computes what the first argument says: the share of rows with a NaN.
+SERVER = """
+import logging, multiprocessing, signal, sys, time
+
+def scheduler(share):
+    import torch
+    from dsv4_sm120.nextn_moe import guard
+
+    logging.basicConfig(format="%(message)s")
+    guard.SECONDS = 0.1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = torch.zeros(64, 1000, device=device)
+    values[: int(64 * share), 7] = float("nan")
+    slots = torch.full((64,), 512, device=device)
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        guard.observe(values, slots)
+        time.sleep(0.05)
+
+if __name__ == "__main__":
+    told = []
+    signal.signal(signal.SIGQUIT, lambda *dummy: told.append(1))
+    child = multiprocessing.get_context("spawn").Process(target=scheduler, args=(float(sys.argv[1]),))
+    child.start()
+    child.join()
+    print("status", child.exitcode, "server told", len(told))
+"""
+
+
+@pytest.mark.parametrize(
+    ("share", "said", "ended"),
+    [
+        pytest.param(0, "", "status 0 server told 0", id="sound"),
+        pytest.param(1 / 8, "NaN in ", "status 0 server told 0", id="one-in-eight"),
+        pytest.param(1, "rows; ending", "status 70 server told 1", id="useless"),
+    ],
+)
+def test_a_useless_draft_ends_its_scheduler_and_its_server(tmp_path, share, said, ended):
+    (tmp_path / "server.py").write_text(SERVER)
+    source = str(pathlib.Path(guard.__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-B", tmp_path / "server.py", str(share)], env={**os.environ, "PYTHONPATH": source},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    print(done.stderr)
+    assert done.stdout.strip() == ended
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dsv4_sm120: nextn_moe: ")]
+    assert all(said in line for line in lines) and bool(lines) == bool(said)
