@@ -42,3 +42,11 @@ def test_hosts_that_serve_a_pair_each_come_one_after_the_other_and_the_first_fai
     code, text = site(tmp_path, **{name: ["one", "two"] for name in PLACES})
     assert code != 0 and "2 hosts: each serves a pair of its own" in text
     assert "[one]: UNREACHABLE" in text and "[two]: UNREACHABLE" not in text
+
+
+def test_a_cutover_that_fails_goes_back_whatever_tags_were_chosen():
+    tasks = yaml.safe_load((ROOT / "playbooks/site.yml").read_text(encoding="utf-8"))[-1]["tasks"][0]["rescue"]
+    cutover = yaml.safe_load((ROOT / "roles/sglang_dsv4/tasks/main.yml").read_text(encoding="utf-8"))[-1]
+    assert cutover["ansible.builtin.import_tasks"] == "cutover.yml"
+    assert [task["tags"] for task in tasks] == [cutover["tags"]] * 2
+    assert tasks[0]["ansible.builtin.include_role"]["apply"] == {"tags": cutover["tags"]}

@@ -108,9 +108,11 @@ def test_what_a_playbook_can_tell(tmp_path):
 
 def test_check_mode_asks_nothing_and_writes_nothing(tmp_path):
     with Endpoint() as endpoint:
-        output, seen = run(tmp_path, {"dry": {"verification_plan": plan_for(endpoint)}}, "--check")
+        plan = {"verification_plan": plan_for(endpoint)}
+        output, seen = run(tmp_path, {"dry": plan, "the fallback is wanted": {"sglang_dsv4_mode": "single", **plan}}, "--check")
         assert endpoint.requests == []
     assert seen["dry"]["failed"] == "" and seen["dry"]["result"]["status"] == "skipped"
+    assert [answer["result"]["mode"] for answer in seen.values()] == ["pd", "single"]
     assert not (tmp_path / "reports").exists()
 
 
