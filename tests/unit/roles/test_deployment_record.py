@@ -100,6 +100,18 @@ def test_an_entry_says_first_what_failed_and_what_serves_now(tmp_path):
 
 
 @pytest.mark.slow
+def test_why_speculation_is_off_is_said_as_far_as_it_is_known(tmp_path):
+    entries = record(tmp_path, [([check("mode", "pass")], "pass", {"model_staging_facts": facts, "sglang_dsv4_release": {"id": "%012d" % number}})
+                                for number, facts in enumerate(({}, {"speculation": "none"}, {"speculation": "mtp"}))])  # fmt: skip
+    said = [line for entry in entries for line in entry.splitlines() if "Speculation is off" in line]
+    assert [line.split("off: ")[1] for line in said] == [
+        "dsv4_topology.speculation says none; whether the checkpoint has a draft was not read in this run.",
+        "the checkpoint carries no draft.",
+        "dsv4_topology.speculation says none; the checkpoint could serve mtp.",
+    ]
+
+
+@pytest.mark.slow
 def test_check_mode_which_asks_nothing_announces_no_entry(tmp_path):
     passed = ([check("mode", "pass")], "pass", {})
     skipped = ([check("mode", "skipped", "check_mode", "nothing is asked in check mode")], "skipped", {})
