@@ -590,3 +590,21 @@ def test_journal_lines_are_fit_to_show():
     assert serving_state.tidy("x server_args={'api_key': 's3cret'}") == "x server_args=(left out)"
     assert serving_state.tidy("\x1b[31mred\x1b[0m") == "red"
     assert len(serving_state.tidy("y" * 5000)) < 520
+
+
+def test_the_journal_of_a_failed_change_is_shown_without_its_routine():
+    tasks = yaml.safe_load((ROLE / "tasks/return.yml").read_text(encoding="utf-8"))
+    read = next(task for block in tasks for task in block.get("block", []) if "__sglang_dsv4_remarkable" in task.get("vars", {}))
+    remarkable = re.compile(read["vars"]["__sglang_dsv4_remarkable"])
+    routine = (
+        'host python[29]: INFO:     127.0.0.1 - "POST /v1/chat/completions HTTP/1.1" 200',
+        'host python[30]: 2026-01-01 00:00:00  INFO http_request{method=GET uri=/workers}: smg::request: started processing request',
+        'host python[30]: 2026-01-01 00:00:00  WARN http_request{status_code=400}: smg::response: request failed with client error',
+        "host python[29]: [2026-01-01 00:00:00] server_args=ServerArgs(model_path='/opt')",
+    )
+    told = (
+        "host python[29]: torch.OutOfMemoryError: CUDA out of memory.",
+        "host python[30]: 2026-01-01 00:00:00 ERROR http_request{}: smg::routers: Decode server returned error status",
+        "host systemd[1]: sglang-dsv4-decode.service: Main process exited, code=exited, status=1/FAILURE",
+    )
+    assert not [line for line in routine if remarkable.search(line)] and all(remarkable.search(line) for line in told)
