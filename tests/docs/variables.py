@@ -1,6 +1,6 @@
 # GNU General Public License v3.0-or-later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Write the README's tables of variables from the roles' argument specs.
+"""Write the README's tables of variables from the roles' argument specs, and of the topology from its filter's documentation.
 
 usage: variables.py [--check]
 
@@ -59,19 +59,33 @@ def default(option: dict) -> str:
     return f"`{cell(text)}`"
 
 
-def table(role: str) -> str:
-    """The section of one role."""
-    spec = yaml.safe_load((ROOT / "roles" / role / "meta" / "argument_specs.yml").read_text(encoding="utf-8"))
-    main = spec["argument_specs"]["main"]
-    lines = [f"#### {role}", "", cell(main["short_description"]) + ".", "", "| variable | type | default | meaning |", "|---|---|---|---|"]
-    for name, option in main.get("options", {}).items():
+def rows(options: dict) -> list[str]:
+    """The table of some options."""
+    lines = ["| variable | type | default | meaning |", "|---|---|---|---|"]
+    for name, option in options.items():
         description = option.get("description", "")
         if isinstance(description, list):
             description = " ".join(description)
         if option.get("choices"):
             description += " One of " + ", ".join(f"`{choice}`" for choice in option["choices"]) + "."
         lines.append(f"| `{name}` | {option.get('type', 'str')} | {default(option)} | {cell(description)} |")
-    return "\n".join(lines)
+    return lines
+
+
+def role_section(role: str) -> str:
+    """The section of one role."""
+    spec = yaml.safe_load((ROOT / "roles" / role / "meta" / "argument_specs.yml").read_text(encoding="utf-8"))
+    main = spec["argument_specs"]["main"]
+    return "\n".join([f"#### {role}", "", cell(main["short_description"]) + ".", "", *rows(main.get("options", {}))])
+
+
+def topology_section() -> str:
+    """The keys of dsv4_topology, and those of its instances."""
+    text = (ROOT / "plugins" / "filter" / "serving_plan.yml").read_text(encoding="utf-8")
+    topology = yaml.safe_load(text)["DOCUMENTATION"]["options"]["_input"]["suboptions"]
+    instance = topology["instances"]["suboptions"]
+    head = ["#### dsv4_topology", "", "What runs where; one variable, in the inventory.", ""]
+    return "\n".join([*head, *rows(topology), "", "Keys of an instance:", "", *rows(instance)])
 
 
 def main() -> int:
@@ -85,7 +99,7 @@ def main() -> int:
         return 1
     head, rest = readme.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
-    wanted = head + BEGIN + "\n\n" + "\n\n".join(table(role) for role in ROLES) + "\n\n" + END + tail
+    wanted = head + BEGIN + "\n\n" + "\n\n".join([topology_section(), *map(role_section, ROLES)]) + "\n\n" + END + tail
     if wanted == readme:
         return 0
     if check:
