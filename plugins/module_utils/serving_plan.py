@@ -51,6 +51,8 @@ DATACENTER_ONLY = {
     ("--enable-deepseek-v4-fp4-indexer", None): "FP4 indexer cache",
 }
 
+# Of a checkpoint's facts, those that the plan depends on.
+MODEL_FACTS = ("speculation", "experts", "max_position_embeddings")
 MOE_RUNNER_FLAGS = ("--moe-runner-backend", "--speculative-moe-runner-backend")
 
 # The plan writes these; a second value in extra_args would make two sources of one fact.
@@ -1122,6 +1124,7 @@ def serving_plan(topology, engine="", router="", model_path="", **given):
         "auth": {"api_key": _truth(options["api_key"]),
                  "api_key_file": options["api_key_file"] if _truth(options["api_key"]) else "",
                  "workers": _truth(options["api_key"]) and _truth(options["worker_keys"])},
+        "model": {key: options["model_facts"][key] for key in MODEL_FACTS if options["model_facts"].get(key) is not None},
         "gpus": [{key: gpu.get(key) for key in ("index", "uuid", "bus_id", "name", "numa_node", "compute_capability")}
                  for gpu in options["gpus"]],
         "chat_template": needs_chat_template(options["engine_version"]) and bool(options["chat_template"]),

@@ -101,13 +101,16 @@ def test_an_entry_says_first_what_failed_and_what_serves_now(tmp_path):
 
 @pytest.mark.slow
 def test_why_speculation_is_off_is_said_as_far_as_it_is_known(tmp_path):
-    entries = record(tmp_path, [([check("mode", "pass")], "pass", {"model_staging_facts": facts, "sglang_dsv4_release": {"id": "%012d" % number}})
-                                for number, facts in enumerate(({}, {"speculation": "none"}, {"speculation": "mtp"}))])  # fmt: skip
+    known = serving_plan(topology(), engine="/opt/e", router="/opt/r", model_path="/opt/m", gpus=GPUS, model_facts={"speculation": "none"})
+    entries = record(tmp_path, [([check("mode", "pass")], "pass", {"model_staging_facts": facts, "sglang_dsv4_release": {"id": "%012d" % number}, **more})
+                                for number, (facts, more) in enumerate((
+                                    ({}, {}), ({"speculation": "none"}, {}), ({"speculation": "mtp"}, {}), ({}, {"sglang_dsv4_plan": known})))])  # fmt: skip
     said = [line for entry in entries for line in entry.splitlines() if "Speculation is off" in line]
     assert [line.split("off: ")[1] for line in said] == [
         "dsv4_topology.speculation says none; whether the checkpoint has a draft was not read in this run.",
         "the checkpoint carries no draft.",
         "dsv4_topology.speculation says none; the checkpoint could serve mtp.",
+        "the checkpoint carries no draft.",
     ]
 
 

@@ -458,3 +458,12 @@ def test_where_the_key_lies_is_said_only_when_there_is_one():
     assert plan()["auth"] == {"api_key": False, "api_key_file": "", "workers": False}
     assert plan(api_key=True, worker_keys=False, api_key_file="/etc/own/key")["auth"] == {
         "api_key": True, "api_key_file": "/etc/own/key", "workers": False}
+
+
+def test_the_plan_keeps_what_it_was_told_of_the_checkpoint():
+    facts = {"speculation": "none", "experts": "fp8", "layers": 43, "max_position_embeddings": None}
+    assert plan(model_facts=facts)["model"] == {"speculation": "none", "experts": "fp8"}
+    methods = json.loads((ROOT / "files/moe_methods.json").read_text(encoding="utf-8"))
+    runners = [plan(model_facts=known, moe_methods=methods)["instances"]["decode"]["expect"]["moe_runner_backend"] for known in (facts, {})]
+    # Two plans of one topology: a run that does not read the checkpoint must not forget what it is.
+    assert runners == ["auto", "flashinfer_mxfp4"]
