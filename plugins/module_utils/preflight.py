@@ -9,6 +9,7 @@ info (worth knowing). What could not be read is never reported as being right.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -70,6 +71,24 @@ def boolean_findings(booleans: dict[str, t.Any]) -> list[dict[str, str]]:
         if value is None or isinstance(value, bool) or str(value).lower() in ("true", "false", "yes", "no", "1", "0", "on", "off"):
             continue
         findings.append(finding("not_a_boolean", "error", f"{name} is {value!r}, not a boolean", f"set {name} to true or false"))
+    return findings
+
+
+def variable_findings(given: dict[str, t.Any]) -> list[dict[str, str]]:
+    """Variables with a role's prefix: names that no role reads, and words that are not among the ones that the role accepts.
+
+    ``known``: names; ``given``: names that have a value; ``choices``: words by name; ``chosen``: value by name.
+    """
+    findings = []
+    known = set(given.get("known") or [])
+    for name in sorted(set(given.get("given") or []) - known):
+        near = difflib.get_close_matches(name, known, 1, 0.8)
+        hint = f"did you mean {near[0]}?" if near else "the README's tables list every variable"
+        findings.append(finding("unknown_variable", "warning", f"{name} is set, and no role reads it", hint))
+    for name, value in sorted((given.get("chosen") or {}).items()):
+        words = given["choices"][name]
+        if value is not None and value not in words:
+            findings.append(finding("not_a_choice", "error", f"{name} is {value!r}", f"set {name} to one of {', '.join(map(str, words))}"))
     return findings
 
 
@@ -163,6 +182,7 @@ def inventory(given: dict[str, t.Any]) -> list[dict[str, str]]:
         + plan
         + driver_findings(given.get("driver") or {})
         + boolean_findings(given.get("booleans") or {})
+        + variable_findings(given.get("variables") or {})
         + environment_findings(given.get("environments") or {}, bool(given.get("allow_cuda_compat")))
     )
 

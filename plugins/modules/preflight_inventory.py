@@ -33,6 +33,11 @@ options:
     description: Values that must be booleans, by variable.
     type: dict
     default: {}
+  variables:
+    description: The variables of the roles. C(known) lists their names, C(given) those that have a value; C(choices) has the words that a variable
+      accepts, C(chosen) its value, by variable.
+    type: dict
+    default: {}
   environments:
     description: Hand-written environments of units, by variable.
     type: dict
@@ -113,6 +118,7 @@ def main() -> None:
             "groups": {"type": "dict", "default": {}},
             "driver": {"type": "dict", "default": {}},
             "booleans": {"type": "dict", "default": {}},
+            "variables": {"type": "dict", "default": {}},
             "environments": {"type": "dict", "default": {}},
             "allow_cuda_compat": {"type": "bool", "default": False},
             "core_version": {"type": "str", "default": ""},

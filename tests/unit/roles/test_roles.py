@@ -70,6 +70,10 @@ def test_commands_say_when_they_change_and_no_secret_is_in_an_environment(role):
                 assert not re.search(r"TOKEN|SECRET|PASSWORD|API_KEY", str(name)), f"{path.name}: {name} leaks at -vvv"
 
 
+def test_preflight_knows_the_variables_of_every_role():
+    assert load(ROOT / "roles" / "preflight" / "vars" / "main.yml")["__preflight_roles"] == ROLES
+
+
 def test_the_readme_lists_the_variables_as_the_specs_say():
     check = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "docs" / "variables.py"), "--check"], capture_output=True, text=True, check=False

@@ -49,6 +49,21 @@ def test_a_path_that_only_sounds_like_compat_is_fine():
     assert preflight.environment_findings({"x": {"LD_LIBRARY_PATH": "/opt/incompatible/lib:/opt/compatibility"}, "y": None}) == []
 
 
+def test_a_variable_that_no_role_reads_is_named_with_the_one_that_was_meant():
+    found = preflight.variable_findings({"known": ["sglang_dsv4_start_timeout", "verification_mode"], "given": ["sglang_dsv4_start_timout", "preflight_x"]})
+    assert [(item["id"], item["severity"]) for item in found] == [("unknown_variable", "warning")] * 2
+    assert "preflight_x" in found[0]["what"] and "did you mean" not in found[0]["hint"]
+    assert "sglang_dsv4_start_timout" in found[1]["what"] and found[1]["hint"] == "did you mean sglang_dsv4_start_timeout?"
+
+
+@pytest.mark.parametrize("value, refused", [("pdd", True), (["pd"], True), ("pd", False), (None, False)])
+def test_a_word_that_the_role_would_refuse_is_found_before_any_host_is_touched(value, refused):
+    given = {"known": ["sglang_dsv4_mode"], "given": ["sglang_dsv4_mode"], "choices": {"sglang_dsv4_mode": ["pd", "single"]}}
+    found = preflight.variable_findings({**given, "chosen": {"sglang_dsv4_mode": value}})
+    assert [item["severity"] for item in found] == (["error"] if refused else [])
+    assert not refused or ("sglang_dsv4_mode" in found[0]["what"] and found[0]["hint"].endswith("one of pd, single"))
+
+
 def test_an_inventory_says_everything_at_once():
     found = preflight.inventory(
         {
