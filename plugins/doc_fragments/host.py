@@ -10,7 +10,9 @@ from __future__ import annotations
 
 
 class ModuleDocFragment:
-    """One option each: C(blackwell.dsv4.host.proc), C(blackwell.dsv4.host.sys), C(blackwell.dsv4.host.boot), C(blackwell.dsv4.host.nvml), C(blackwell.dsv4.host.plan)."""
+    """One option each: C(blackwell.dsv4.host.proc), C(blackwell.dsv4.host.sys), C(blackwell.dsv4.host.boot), C(blackwell.dsv4.host.nvml) and
+    C(blackwell.dsv4.host.plan).
+    """
 
     PROC = r"""
 options:

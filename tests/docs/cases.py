@@ -35,7 +35,8 @@ CASES = [
 HEAD = """# Reported failures, and what driver and preflight make of them
 
 Each case is a test by its id, with the layer behind it where several try it (`-guard`: the role before it changes anything). Recorded outputs are
-tried in the unit tests, real apt, SSH, systemd and reboots on a host that is booted for it (`-booted`, `make host-cases`). Written by `tests/docs/cases.py`, which runs the tests and takes down what they were given.
+tried in the unit tests, real apt, SSH, systemd and reboots on a host that is booted for it (`-booted`, `make host-cases`). Written by
+`tests/docs/cases.py`, which runs the tests and takes down what they were given.
 
 | case | expected | given | in its own words | test |
 |---|---|---|---|---|

@@ -70,11 +70,13 @@ def arguments(message):
             id="API-03-open",
         ),
         pytest.param(
-            {"reasoning_field": True}, SUM, THINK, lambda c, s: "340" in c["message"]["reasoning"] and "reasoning_content" not in c["message"], id="API-05-engine"
+            {"reasoning_field": True}, SUM, THINK, lambda c, s: "340" in c["message"]["reasoning"] and "reasoning_content" not in c["message"],
+            id="API-05-engine",
         ),
         pytest.param({"reasoning_field": "both"}, SUM, THINK, lambda c, s: c["message"]["reasoning"] == c["message"]["reasoning_content"], id="API-05-both"),
         pytest.param(
-            {}, SUM, {**THINK, "max_tokens": 8}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "length" and not c["message"]["content"], id="API-06-engine"
+            {}, SUM, {**THINK, "max_tokens": 8}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "length" and not c["message"]["content"],
+            id="API-06-engine",
         ),
         pytest.param(
             {"call_as_text": True},
@@ -112,7 +114,10 @@ def arguments(message):
             lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}{"city": "Tokyo"}'] == [s["calls"][0]["arguments"]],
             id="API-12-engine",
         ),
-        pytest.param({"arguments_object": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == [{"city": "Paris"}, {"city": "Tokyo"}], id="API-15-engine"),
+        pytest.param(
+            {"arguments_object": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == [{"city": "Paris"}, {"city": "Tokyo"}],
+            id="API-15-engine",
+        ),
         pytest.param(
             {"finish_stop": True},
             ASK,
@@ -127,10 +132,16 @@ def arguments(message):
             lambda c, s: c["message"]["content"] is None and "tool_calls" not in c["message"] and "get_weather" in c["message"]["reasoning_content"],
             id="API-19-engine",
         ),
-        pytest.param({"think": "off"}, SUM, THINK, lambda c, s: c["message"]["reasoning_content"] is None and "391" in c["message"]["content"], id="API-21-engine"),
+        pytest.param(
+            {"think": "off"}, SUM, THINK, lambda c, s: c["message"]["reasoning_content"] is None and "391" in c["message"]["content"],
+            id="API-21-engine",
+        ),
         pytest.param({"bold": True, "null_content": True}, SUM, {}, lambda c, s: "**391**" in c["message"]["content"], id="API-23-engine"),
         pytest.param({"repeat_id": True}, ASK, TOOLS, lambda c, s: len(s["calls"]) == 2, id="API-24-engine"),
-        pytest.param({"one_call": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}'] and len(s["calls"]) == 1, id="API-26-engine"),
+        pytest.param(
+            {"one_call": True}, ASK, TOOLS, lambda c, s: arguments(c["message"]) == ['{"city": "Paris"}'] and len(s["calls"]) == 1,
+            id="API-26-engine",
+        ),
         pytest.param(
             {"same_call": True}, ASK, TOOLS, lambda c, s: len(set(arguments(c["message"]))) == 1 and len(c["message"]["tool_calls"]) == 2, id="API-26-same"
         ),
@@ -148,7 +159,10 @@ def arguments(message):
         pytest.param({"garbage": True}, SUM, {"max_tokens": 50}, lambda c, s: set(c["message"]["content"]) == set(s["content"]) == {"!"}, id="FAB-04-engine"),
         pytest.param({"empty": True}, SUM, {}, lambda c, s: c["message"]["content"] == s["content"] == "" and c["finish_reason"] == "stop", id="empty"),
         pytest.param({"wrong_number": True}, SUM, {}, lambda c, s: "392" in c["message"]["content"] and "392" in s["content"], id="wrong-number"),
-        pytest.param({"abort": True}, SUM, {}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "abort" and not c["message"]["content"], id="PD-06-engine"),
+        pytest.param(
+            {"abort": True}, SUM, {}, lambda c, s: c["finish_reason"] == s["finish_reason"] == "abort" and not c["message"]["content"],
+            id="PD-06-engine",
+        ),
     ],
 )
 def test_answers(single, faults, question, body, check):
