@@ -199,7 +199,7 @@ def main():
         releases=releases.known(root),
         problems={name: releases.problems(releases.folder(root, name)) for name in verify},
         manifests={name: releases.read_manifest(releases.folder(root, name)) or {} for name in verify},
-        ports=[dict(holder, sentence=logic.stranger_sentence(holder)) for holder in ports],
+        ports=ports,
         strangers=[logic.stranger_sentence(holder) for holder in ports if not holder["own"]],
     )
 
