@@ -4,7 +4,8 @@
     python3 src/dsv4_sm120/nextn_moe/bench.py [--repeats N]
 
 A graph that writes the logits is timed with and without the count, in turns; the difference of a turn is the cost, with the logits
-where a step leaves them, in L2. An empty kernel, timed in the same way, is what any launch costs there.
+where a step leaves them, in L2. The count is a kernel and a copy of its two numbers to the host, which are timed apart too. An
+empty kernel, timed in the same way, is what any launch costs there, and argmax is what a draft does with the same logits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from dsv4_sm120 import decision, timing  # noqa: E402
-from dsv4_sm120.nextn_moe import guard  # noqa: E402
+from dsv4_sm120.nextn_moe import count, guard  # noqa: E402
 
 VOCABULARY = 129_280
 ROWS = (1, 4, 16, 64, 256)
@@ -32,6 +33,8 @@ def measure(rows: int, dtype: torch.dtype, flush: timing.Flush, repeats: int) ->
     counter, one = guard.Counter("cuda"), torch.zeros(1, device="cuda")
     additions = {
         "count": lambda: counter.count(logits, slots),
+        "its kernel": lambda: count.count(logits, slots, counter.counts, guard.PAGE),
+        "its copy": lambda: counter.host.copy_(counter.counts, non_blocking=True),
         "argmax": lambda: torch.argmax(logits, dim=-1),
         "empty kernel": lambda: one.add_(1),
     }
@@ -51,7 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     flush = timing.Flush()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, medians of {options.repeats} replays, µs\n")
-    print("| logits | rows | count | argmax | empty kernel |\n|---|---|---|---|---|")
+    print("| logits | rows | count | its kernel | its copy | argmax | empty kernel |\n|---|---|---|---|---|---|---|")
     for dtype in (torch.bfloat16, torch.float32):
         for rows in ROWS:
             found = measure(rows, dtype, flush, options.repeats)
