@@ -6,9 +6,11 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -59,7 +61,9 @@ FILES = {
         FEED = json.loads(os.environ.get("FEED", "{}"))
         def act(what):
             if what == "crash": os.kill(os.getpid(), signal.SIGSEGV)
-            if what == "hang": time.sleep(600)
+            if str(what).startswith("hang"):
+                for note in str(what).split()[1:]: open(note, "w").write(str(os.getpid()))
+                time.sleep(600)
             if what == "raise": raise RuntimeError("refused")
             if what == "exit": raise SystemExit(0)
             if what == "break":
@@ -251,6 +255,30 @@ def test_an_earlier_selftest_is_taken_for_the_same_build_gpu_and_driver_only(tre
     for text in ("", "[]", "{}", '{"schema": 1, "operations": {"made": {"state": 1}}}'):
         kept.write_text(text)
         assert select(tree, deployment, None, "--selftest", kept)[0] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("command", ["selftest", "select"])
+def test_an_end_from_outside_leaves_nobody_on_the_gpu(tree, deployment, tmp_path, command, number):
+    """What `timeout` does, a lost connection, Ctrl-C: the child that hangs goes as well, and the record stays a valid one."""
+    note, out = tmp_path / "pid", deployment.with_name("selection.json")
+    words = {"selftest": ["--operations", "made"], "select": ["--topology", deployment, "--out", out]}[command]
+    feed = {"check made": f"hang {note}"} if command == "selftest" else {"made 1": {"ours": f"hang {note}"}}
+    running = subprocess.Popen(
+        [sys.executable, "-B", "-m", "dsv4_sm120.cli", command, *map(str, words)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tree), "FEED": json.dumps(feed)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not note.exists() or not note.read_text():
+        assert time.monotonic() < until and running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(number)
+    _out, err = running.communicate(timeout=30)
+    assert running.returncode == 128 + number and "Traceback" not in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+    if command == "select":
+        assert json.loads(out.read_text())["state"] == "partial"
 
 
 def test_a_dry_run_touches_nothing(tree):

@@ -95,6 +95,17 @@ def run(module: str, arguments: list[str], seconds: float, said: Callable[[dict]
     return Ended(f"{how}: {tail[-1]}" if tail else how)
 
 
+def end_with_us() -> None:
+    """Turns a time limit from outside, a lost connection and Ctrl-C into an orderly end of this program, which kills its
+    children: else they would keep the GPU."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end)
+
+
 def _object(line: str) -> dict | None:
     if not line.startswith("{"):
         return None

@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 
-from . import build_info, contests, gpu, measure, plugin, selection, selftest, show
+from . import build_info, children, contests, gpu, measure, plugin, selection, selftest, show
 
 OK, FAILED, NO_GPU, UNFINISHED = 0, 1, 3, 4
 STATUS = """exit status:
@@ -133,6 +133,7 @@ def run_show(options: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     options = parser().parse_args(argv)
+    children.end_with_us()
     try:
         if options.command == "build":
             print(json.dumps(build_info(), indent=1, sort_keys=True))
