@@ -95,6 +95,7 @@ def test_an_entry_says_first_what_failed_and_what_serves_now(tmp_path):
     head, rest = entry.split("### Topology")
     assert "**fail** (1 pass, 1 skipped, 1 fail)" in head and "release f00 again" in head
     assert '- `thinking.whole` fail, no_reasoning: content is "a \\| b c" -> the parser on decode' in head
+    assert rest.count("| was tried |") == 3 and "| serves |" not in rest
     assert "- Skipped: auth: the endpoint is open" in head
     assert '| thinking.whole | fail, no_reasoning | content is "a \\| b c" |' in rest and "| mode | pass | seen |" in rest
 
