@@ -903,6 +903,9 @@ def _worker_environment(name, instance, binding, topology, options, engine):
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": binding["visible"],
         "SGLANG_HOST_IP": "127.0.0.1",
+        # NCCL and Gloo do not ask it: they listen at the first interface, or where the host's name points, and connect to each other there.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

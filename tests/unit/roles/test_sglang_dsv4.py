@@ -294,7 +294,10 @@ def case_pd_04():
 
 def case_pd_05():
     for name in GPU_UNITS:
-        assert environment_of(unit(name)[0])["SGLANG_HOST_IP"] == "127.0.0.1"
+        environment = environment_of(unit(name)[0])
+        assert environment["SGLANG_HOST_IP"] == "127.0.0.1"
+        # Ranks that meet at another address than loopback never meet below IPAddressDeny.
+        assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     # A socket that accepts and never answers ends the look after its own limit.
     readiness = program("readiness")
     with socket.socket() as listener:
