@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import gzip
+import http.client
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from ansible_collections.blackwell.dsv4.plugins.module_utils.host_system import 
 
 TOP = 20
 KEY_LINES = re.compile(r"max_total_num_tokens|dsv4_sm120|dsv4_gpu_test|ready to roll|Capture cuda graph end|Load weight end|goes to the engine|Traceback|"
-                       r"Error|acc(ept)?.len|KVPoll|nextn_moe", re.IGNORECASE)
+                       r"Error|acc(ept)?.len|KVPoll|nextn_moe|^==exit==", re.IGNORECASE)
 
 
 def post(url: str, path: str, body: dict, timeout: float = 600, headers: dict | None = None):
@@ -92,7 +93,8 @@ class Started(topology.Host):
 def key_lines(name: str, most: int = 40) -> list[str]:
     """The lines of a server's log that tell what it is."""
     lines = (servers.DIR / "logs" / f"{name}.log").read_text(errors="replace").rpartition("==start==")[2].splitlines()
-    return [line[:400] for line in lines if KEY_LINES.search(line)][:most]
+    found = [line[:400] for line in lines if KEY_LINES.search(line)]
+    return found if len(found) <= most else [*found[:most // 2], *found[-most // 2:]]
 
 
 def watch(mode: str, names: dict[str, str], plan: dict) -> topology.Topology:
@@ -289,7 +291,7 @@ def chat(url: str, text: str, tokens: int, streamed: bool = False, timeout: floa
                     ended = "done"
                 elif b'"error"' in line:
                     ended = "error event"
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         ended = f"{type(error).__name__}: {error}"
     return {"chunks": chunks, "ended": ended, "seconds": round(time.monotonic() - begun, 2)}
 
@@ -354,14 +356,16 @@ def mtp(given) -> dict:
         try:
             answer = post(url, "/generate", {"input_ids": prompt(size, 500 + at), "sampling_params": {
                 "temperature": 0, "max_new_tokens": 64, "ignore_eos": True}}, 120)
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             found["ended"] = f"{type(error).__name__}: {error}"
             break
         meta = answer["meta_info"]
         found["answers"].append({"prompt": size, **{key: value for key, value in meta.items() if key.startswith("spec_") or key in (
             "completion_tokens", "finish_reason", "e2e_latency")}})
         print(json.dumps(found["answers"][-1]), flush=True)
-    time.sleep(3)
+    end = time.monotonic() + 10  # the guard looks once in a while
+    while servers.alive(given.name) and time.monotonic() < end:
+        time.sleep(1)
     found["alive"] = servers.alive(given.name)
     print("alive:", found["alive"], found.get("ended", ""))
     document = {}
@@ -398,7 +402,7 @@ def main() -> int:
     one.add_argument("name")
     one.add_argument("--context", type=int, default=1024)
     one = commands.add_parser("pair")
-    one.add_argument("--timeout", type=float, default=60)
+    one.add_argument("--timeout", type=float, default=120)
     one.add_argument("--max-tokens", type=int, default=64)
     one.add_argument("--kill", action="store_true")
     one = commands.add_parser("mtp")

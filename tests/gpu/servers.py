@@ -40,6 +40,8 @@ DIR = pathlib.Path(os.environ.get("DSV4_GPU_DIR", "/tmp/dsv4-gpu"))
 ENGINE = os.environ.get("DSV4_GPU_ENGINE", sys.prefix)
 ROLE = ROOT / "roles/sglang_dsv4/files"
 PAIR = ("prefill", "decode", "router")
+# How many GPUs there are. With one, prefill and decode share it: the plan names two, and the processes see the first.
+GPUS = int(os.environ.get("DSV4_GPU_COUNT", "2"))
 CUDA_HOME = os.environ.get("CUDA_HOME", "/usr/local/cuda")
 KERNELS = os.environ.get("DSV4_GPU_KERNELS", str(DIR / "kernels"))
 
@@ -109,7 +111,7 @@ def topology(server: Server) -> dict:
     found = yaml.safe_load(text)["dsv4_topology"]
     listed = found["instances"]["decode"]["kernels"]
     found.update(context_length=server.context, speculation=server.speculation, transfer_backend=server.backend,
-                 gpu_count=max(1, int(os.environ.get("DSV4_GPU_COUNT", "2"))))
+                 gpu_count=max(2, GPUS))
     for name, instance in found["instances"].items():
         if instance["mode"] == "router":
             continue
@@ -155,6 +157,8 @@ def command(name: str) -> tuple[list[str], dict[str, str]]:
     outer = dict(line.split("=", 1) for line in around.read_text().splitlines() if "=" in line) if around.exists() else {}
     environment.update(outer)
     environment.update(instance["environment"])
+    if GPUS == 1 and server.instance != "router":
+        environment["CUDA_VISIBLE_DEVICES"] = "0"
     # The test's own plugin finds out by dsv4_sm120 which process it is in, so that is on the path in every arm.
     paths = [instance["environment"].get("PYTHONPATH", ""), str(ROOT / "tests/gpu/path"), KERNELS, outer.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = ":".join(path for path in paths if path)
@@ -189,17 +193,30 @@ def folders(name: str) -> None:
 
 
 def start(name: str) -> None:
-    """Starts one server in a session of its own, unless it runs."""
+    """Starts one server in a session of its own, unless it runs. A process outside that session waits for it and notes its exit status."""
     if alive(name):
         return
     argv, environment = command(name)
     folders(name)
-    with open(DIR / "logs" / f"{name}.log", "ab") as log:
-        log.write(f"==start== {time.strftime('%H:%M:%S')} {shlex.join(argv)}\n".encode())
-        log.flush()
-        process = subprocess.Popen(argv, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, cwd=DIR)
-    pid_file(name).write_text(f"{process.pid}\n")
+    pid_file(name).unlink(missing_ok=True)
+    watcher = os.fork()
+    if watcher:
+        while not pid_file(name).exists() and os.waitpid(watcher, os.WNOHANG) == (0, 0):
+            time.sleep(0.01)
+        return
+    os.setsid()
+    log = os.open(DIR / "logs" / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for number in (0, 1, 2):
+        os.dup2(log, number)
+    try:
+        os.write(log, f"==start== {time.strftime('%H:%M:%S')} {shlex.join(argv)}\n".encode())
+        process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, cwd=DIR)
+        pid_file(name).write_text(f"{process.pid}\n")
+        status = process.wait()
+    except OSError as error:
+        status = error
+    os.write(log, f"==exit== {time.strftime('%H:%M:%S')} status {status}\n".encode())
+    os._exit(0)
 
 
 def url(name: str) -> str:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,27 @@ def test_only_what_is_listed_differs_from_the_product(servers):
     flags = [{word for word in words if word.startswith("--")} for words in (argv, product)]
     assert flags[1] - flags[0] == {"--numa-node"}
     assert flags[0] - flags[1] == {"--config", "--load-format", "--moe-runner-backend", "--watchdog-timeout", "--cuda-graph-bs-decode", "--max-total-tokens"}
+
+
+def test_two_halves_share_the_only_gpu(servers, monkeypatch):
+    monkeypatch.setattr(servers, "GPUS", 1)
+    assert [servers.command(name)[1]["CUDA_VISIBLE_DEVICES"] for name in ("prefill", "decode")] == ["0", "0"]
+
+
+@pytest.mark.parametrize("program, ended", [
+    pytest.param(["sh", "-c", "sleep 0.3; exit 70"], "status 70", id="status"),
+    pytest.param(["sh", "-c", "kill -9 $$"], "status -9", id="signal"),
+    pytest.param(["/nonexistent/engine"], "No such file", id="no-program"),
+])
+def test_a_server_log_says_how_the_server_ended(servers, monkeypatch, tmp_path, program, ended):
+    monkeypatch.setattr(servers, "DIR", tmp_path)
+    monkeypatch.setattr(servers, "command", lambda name: (program, {"PATH": "/usr/bin:/bin"}))
+    servers.start("stock")
+    deadline = time.monotonic() + 10
+    while "==exit==" not in (log := (tmp_path / "logs/stock.log").read_text(encoding="utf-8")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert log.startswith("==start==") and ended in log.splitlines()[-1]
+    assert not servers.alive("stock")
 
 
 def steps(*rows):
