@@ -309,12 +309,14 @@ def test_a_deployment_that_cannot_be_read_is_a_clear_line(tree, tmp_path, text):
 
 
 def test_show_prints_choices_cells_and_who_was_absent(tree, deployment):
-    select(tree, deployment, {"made 4": {"ours": 12.0}})
+    select(tree, deployment, {"made 4": {"ours": 12.0}, "other 4": {"engine": "raise"}})
     code, out, _err = run(tree, "show", deployment.with_name("selection.json"))
     assert code == 0
     assert "build unbuilt, complete, on Pretended, driver 580.95.05" in out
     assert "made       ours    pass       1         faster than the engine's own in 1 of 2 shapes" in out
-    assert "all, 4 rows, mixed tokens" in out and "absent: deepgemm: ModuleNotFoundError" in out
+    cells = [line for line in out.splitlines() if line.startswith("all, 4 rows, mixed tokens")]
+    assert [cell.split("  ")[-1].strip() for cell in cells] == ["stock", "engine: RuntimeError: refused"]
+    assert "absent: deepgemm: ModuleNotFoundError" in out
 
 
 def test_a_machine_without_a_gpu_says_so():

@@ -57,7 +57,7 @@ def record(document: dict) -> str:
                 for one in names
             ]
             figures = [f"{cell[key]:.1f}" if key in cell else "" for key in ("lead_us", "noise_us")]
-            lines.append([cell["cell"], *times, *figures, cell["winner"]])
+            lines.append([cell["cell"], *times, *figures, cell.get("reason") or cell["winner"]])
         parts.append(table(lines))
     if details.get("absent"):
         parts.append("\n".join(f"absent: {name}: {reason}" for name, reason in details["absent"].items()))
