@@ -42,10 +42,12 @@ def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def times(graphs: dict[str, torch.cuda.CUDAGraph], flush: Flush, repeats: int = 40) -> dict[str, list[float]]:
-    """Returns microseconds of each replay; every turn runs all graphs once, so drift meets them alike."""
+    """Returns microseconds of each replay; every turn runs all graphs once, so drift meets them alike, and begins with
+    another one, so none is always the first after the pause between turns."""
     taken: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    order = list(graphs.items())
     for turn in range(repeats + 3):
-        for name, graph in graphs.items():
+        for name, graph in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush()
             start.record()
@@ -54,6 +56,7 @@ def times(graphs: dict[str, torch.cuda.CUDAGraph], flush: Flush, repeats: int = 
             if turn >= 3:
                 taken[name].append((start, end))
         torch.cuda.synchronize()
+        order = order[1:] + order[:1]
     return {name: [start.elapsed_time(end) * 1e3 for start, end in events] for name, events in taken.items()}
 
 
