@@ -67,12 +67,12 @@ pool = b"".join(block[i % 8192 :] + block[: i % 8192] + floats(64) for i in rang
 cache, q = upload(pool), upload(bytes(rng.choices(e4m3, k=rows * 8192)))
 weights = upload(floats(rows * 64))
 logits = malloc(rows * WIDTH * 4)
-# with few blocks by tiles of 32 tokens, with many each warp has one granule
-for next_n, blocks in ((1, 8), (7, 8), (1, 640), (7, 640)):
+# with few blocks by the largest tiles, with more by smaller ones, with many each warp has one granule
+for next_n, blocks in ((1, 8), (7, 8), (1, 400), (1, 1000), (7, 1000)):
     shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, None, 0)
     must(indexer(*shape, rows // next_n, next_n, 0, blocks, None))
     runtime.synchronize()
-for blocks in (8, 640):
+for blocks in (8, 400, 1000):
     shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, maxima, stride)
     must(indexer(*shape, rows, 1, K, blocks, None))
     must(topk(logits, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 2, 1, 8, None))
