@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import bad_mirror
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -34,7 +35,6 @@ def load(name, path):
 
 
 maker = load("make_checkpoint", "molecule/rehearsal_host/checkpoint/make_checkpoint.py")
-bad_mirror = load("bad_mirror", "tests/support/bad_mirror.py")
 
 
 @pytest.fixture(scope="module")

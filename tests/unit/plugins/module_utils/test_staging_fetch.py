@@ -8,31 +8,19 @@ from __future__ import annotations
 import base64
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
-import pathlib
 import stat
 import sys
 import threading
 import time
 
+import bad_mirror
 import pytest
 
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging, staging_fetch, staging_sources
 from ansible_collections.blackwell.dsv4.plugins.module_utils import staging_manifest as manifests
 
-ROOT = pathlib.Path(__file__).resolve().parents[4]
-
-
-def load(name, path):
-    spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bad_mirror = load("bad_mirror", "tests/support/bad_mirror.py")
 Mirror = bad_mirror.Mirror
 
 CHUNK = 1 << 16

@@ -8,7 +8,6 @@ The long trial runs when C(BLACKWELL_KILLS) says how many kills it is to have; C
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -19,19 +18,10 @@ import subprocess
 import sys
 import time
 
+import bad_mirror
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
-
-
-def load(name, path):
-    spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bad_mirror = load("bad_mirror", "tests/support/bad_mirror.py")
 
 # Each fault once in so many requests; corrupt bytes, which cost a whole file, come twice for certain.
 ODDS = {
