@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 ---
 module: chat_probe
 short_description: Prove that a chat endpoint thinks, calls tools and counts
-version_added: "1.0.0"
+version_added: "0.1.0"
 description:
   - Asks an OpenAI-compatible endpoint questions whose answers are known and judges the raw bytes that come back, whole and streamed.
   - The first cause wins, in the order transport, HTTP status, body, choices, finish reason V(abort), finish reason V(length), shape of the

@@ -8,7 +8,7 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 module: checkpoint
 short_description: Check a DeepSeek-V4 checkpoint without loading it
-version_added: "1.0.0"
+version_added: "0.1.0"
 description:
   - Judges a directory that is to be served as DeepSeek-V4. It looks at files and links, C(config.json), the index against the
     shards both ways, the header of every shard, names, dtypes and shapes of all tensors against the configuration, the

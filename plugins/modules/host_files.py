@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: host_files
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
-version_added: "1.0.0"
+version_added: "0.1.0"
 short_description: Several files and folders as they should be, in one call
 description:
   - What M(ansible.builtin.copy) with C(content) and M(ansible.builtin.file) do for one path each, for all paths of a step.

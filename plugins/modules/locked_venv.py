@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: locked_venv
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
-version_added: "1.0.0"
+version_added: "0.1.0"
 short_description: A virtual environment that is exactly what a hash-locked file says
 description:
   - Builds a Python virtual environment from a lock with hashes. The folder's name carries the hash of the lock, the

@@ -8,7 +8,7 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 module: model_fetch
 short_description: Bring a model onto a host, resumable and right to the byte
-version_added: "1.0.0"
+version_added: "0.1.0"
 description:
   - Makes a directory hold a model, file by file as a manifest says, from the first source in a list that can give it.
   - Files grow under other names in a work directory, in pieces, by several connections, and are hashed while they stream. A file

@@ -8,7 +8,7 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 module: progress
 short_description: Show the progress of a long task while it runs
-version_added: "1.0.0"
+version_added: "0.1.0"
 description:
   - Waits for an asynchronous task and shows on the controller how far it is.
     On a terminal one line is updated. Elsewhere a line appears every few seconds, and only when it says something new.

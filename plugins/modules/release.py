@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: release
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
-version_added: "1.0.0"
+version_added: "0.1.0"
 short_description: Write, activate and prune releases
 description:
   - A release is a folder below C(<root>/releases) named by the hash of what is in it. It is written beside its place

@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: return_point
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
-version_added: "1.0.0"
+version_added: "0.1.0"
 short_description: Remember what serves before it is changed
 description:
   - Writes which units are active and enabled, their unit files, and which release serves, to one JSON file.

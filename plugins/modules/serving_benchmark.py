@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 ---
 module: serving_benchmark
 short_description: Measure latency and throughput of an endpoint under load
-version_added: "1.0.0"
+version_added: "0.1.0"
 description:
   - Sends chat requests of given lengths in a given number of concurrent streams and measures time to first token, inter-token latency and
     tokens per second. The load comes from SGLang's own client, the compiled form of C(sglang.benchmark.serving).

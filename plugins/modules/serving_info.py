@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: serving_info
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
-version_added: "1.0.0"
+version_added: "0.1.0"
 short_description: What the units and releases of the endpoint are now
 description:
   - Reads systemd, the releases and their links, and who holds the ports of the plan. Changes nothing.

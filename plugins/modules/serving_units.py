@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: serving_units
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
-version_added: "1.0.0"
+version_added: "0.1.0"
 short_description: Stop, start, enable and disable several units at once
 description:
   - Brings units to a state with as few calls of systemctl as possible, so that the two halves stop and start side by

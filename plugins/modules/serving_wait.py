@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: serving_wait
 author:
   - The blackwell.dsv4 maintainers (@blackwell-dsv4)
-version_added: "1.0.0"
+version_added: "0.1.0"
 short_description: Wait until started units are ready, and fail at once when one can't be
 description:
   - Polls the units and their health URLs, shows how far the start is, and returns when all are ready.

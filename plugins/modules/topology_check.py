@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 ---
 module: topology_check
 short_description: Prove that a host serves by the planned topology
-version_added: "1.0.0"
+version_added: "0.1.0"
 description:
   - Right answers do not tell who gave them. This module compares units, processes, GPUs, memory, listeners and what router and engines say of
     themselves with the plan of the filter P(blackwell.dsv4.serving_plan#filter).

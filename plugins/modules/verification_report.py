@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 ---
 module: verification_report
 short_description: Print verification checks as a table and keep them as JUnit XML, JSON and HTML
-version_added: "1.0.0"
+version_added: "0.1.0"
 description:
   - Takes results of M(blackwell.dsv4.chat_probe) and M(blackwell.dsv4.topology_check), prints one readable table and writes a report folder on
     the controller.
