@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: GPL-3.0-or-later
 # The playbooks on the newest ansible-core (2.21), where a Python 3.12 or newer is there.
 # usage: tests/ansible_next.sh [PLAYBOOK-ARGUMENT ...]
 # Without arguments: syntax of every playbook and a run of the inventory's own checks with every deprecation

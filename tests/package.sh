@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: GPL-3.0-or-later
 # Build the collection, install it into an empty folder and check its playbooks from there, as a user of the
 # tarball would.   usage: tests/package.sh   (ansible's programs on PATH)
 set -euo pipefail

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: GPL-3.0-or-later
 # Run parts of the tests one after the other, stop at the first that fails, and say at the end how long each took.
 # usage: tests/parts.sh PART...   (each a target of the Makefile)
 set -uo pipefail

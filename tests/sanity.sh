@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: GPL-3.0-or-later
 # ansible-test sanity --local, without containers and without Ansible's file host.
 # usage: tests/sanity.sh   (ansible-test on PATH)
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: GPL-3.0-or-later
 # The whole main job on the rehearsal host: boot it when it is not there, site.yml, verify.yml, the table.
 # Called by `make rehearse`, with the virtual environment first in PATH. Words after it go to site.yml.
 set -uo pipefail

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: GPL-3.0-or-later
 # make check-engine-args: the real ServerArgs of SGLang over every command line of the inventories (and of units below the folders
 # that are given), and the table of MoE methods against the engine's own modules. Its virtual environment (2.5 GB) lies in the cache, named by its list of packages; SGL_PYTHON names another one.
 # usage: tests/engine_args/check.sh [FOLDER OF UNITS...]
