@@ -4,7 +4,7 @@
 
     measure.py info NAME                    what topology_check says of one server, and the log's key lines
     measure.py greedy NAME                  32 prompts, greedy, with the 20 likeliest tokens of each step
-    measure.py compare ONE.json TWO.json    how two greedy runs agree
+    measure.py compare ONE.json TWO.json    how two greedy runs agree (ONE with itself and --at-once 1 8: what batching alone does)
     measure.py speed NAME --context N       decode speed of one request
     measure.py profile NAME --context N     GPU time of a decode step by kernel
     measure.py pair                         prefill, decode and router: topology_check, chat_probe, and a decode half killed in a stream
@@ -170,47 +170,55 @@ def greedy(given) -> dict:
 
 
 def agreement(one: dict, two: dict) -> dict:
-    """How two runs of one prompt agree, up to and with the first step at which their tokens differ."""
-    worst = total = count = 0.0
-    missing = 0
-    result: dict = {"steps": 0, "differs_at": None}
+    """How two runs of one prompt agree, up to and with the first step at which their tokens differ: differences of the logprobs of the first
+    token (the prefill's) and of the later ones."""
+    result: dict = {"steps": 0, "differs_at": None, "missing": 0, "first": [], "later": []}
     for step, (left, right) in enumerate(zip(one["top"], two["top"])):
-        there = dict((token, value) for token, value in right)
+        there = {token: value for token, value in right}
         for token, value in left:
             if token not in there:
-                missing += 1
+                result["missing"] += 1
                 continue
             difference = abs(value - there[token])
-            if not math.isfinite(difference):
-                difference = math.inf
-            worst, total, count = max(worst, difference), total + difference, count + 1
+            result["later" if step else "first"].append(difference if math.isfinite(difference) else math.inf)
         result["steps"] = step + 1
         if one["tokens"][step] != two["tokens"][step]:
-            values = dict((token, value) for token, value in left)
+            values = {token: value for token, value in left}
             mine, other = one["tokens"][step], two["tokens"][step]
             result.update(differs_at=step, margin=values[mine] - values[other] if other in values else math.inf)
             break
-    result.update(worst=worst, mean=total / count if count else 0.0, missing=missing, pairs=int(count))
     return result
 
 
+def mean(values: list[float]) -> float:
+    """Their mean; there may be none, when first tokens differ."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def tail(values: list[float], part: float) -> float:
+    """The value below which that part of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else math.nan
+
+
 def compare(given) -> dict:
-    """Prints, for each way of batching, how far two servers' probabilities lie apart."""
+    """Prints how far the probabilities of two runs lie apart, by length of the prompt; --at-once A B holds one way of batching against another."""
     one, two = (json.loads(pathlib.Path(path).read_text()) for path in (given.one, given.two))
+    pairs = [given.at_once] if given.at_once else [(key, key) for key in one["runs"] if key in two["runs"]]
     found: dict = {}
-    print("| at once | prompts | steps compared | logprobs compared | mean difference | worst | same to the end | "
-          "first difference: largest margin | not in the other's top 20 |")
+    print("| at once | prompts of | prompts | first token: mean | later tokens: mean | 99 % | worst | same to the end | not in the other's top 20 |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for key in one["runs"]:
-        if key not in two["runs"]:
-            continue
-        rows = [agreement(a, b) for a, b in zip(one["runs"][key], two["runs"][key])]
-        found[key] = rows
-        margins = [row["margin"] for row in rows if row["differs_at"] is not None]
-        pairs = sum(row["pairs"] for row in rows)
-        print(f"| {key} | {len(rows)} | {sum(r['steps'] for r in rows)} | {pairs} | {sum(r['mean'] * r['pairs'] for r in rows) / max(pairs, 1):.4f} | "
-              f"{max(r['worst'] for r in rows):.4f} | {sum(r['differs_at'] is None for r in rows)} | {max(margins, default=0):.4f} | "
-              f"{sum(r['missing'] for r in rows)} |")
+    for left, right in pairs:
+        rows = [agreement(a, b) for a, b in zip(one["runs"][left], two["runs"][right])]
+        found[f"{left}-{right}"] = rows
+        for least, most in ((0, 1000), (1000, 20000), (20000, 1 << 30)):
+            group = [row for row, length in zip(rows, one["lengths"]) if least <= length < most]
+            lengths_here = [length for length in one["lengths"] if least <= length < most]
+            if not group:
+                continue
+            first, later = ([value for row in group for value in row[which]] for which in ("first", "later"))
+            print(f"| {left}, {right} | {min(lengths_here)} to {max(lengths_here)} | {len(group)} | {mean(first):.3f} | {mean(later):.3f} | "
+                  f"{tail(later, 0.99):.2f} | {max(first + later):.2f} | {sum(row['differs_at'] is None for row in group)} | "
+                  f"{sum(row['missing'] for row in group)} of {len(first) + len(later)} |")
     return found
 
 
@@ -393,6 +401,7 @@ def main() -> int:
     one = commands.add_parser("compare")
     one.add_argument("one")
     one.add_argument("two")
+    one.add_argument("--at-once", nargs=2, metavar=("A", "B"))
     one = commands.add_parser("speed")
     one.add_argument("name")
     one.add_argument("--context", type=int, default=1024)

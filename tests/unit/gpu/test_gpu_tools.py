@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import struct
@@ -79,17 +80,33 @@ def steps(*rows):
     return {"tokens": [row[0][0] for row in rows], "top": [list(row) for row in rows]}
 
 
-def test_agreement_ends_with_the_first_token_that_differs(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tests/gpu"))
-    agreement = load("measure").agreement
+@pytest.fixture(scope="module", name="measure")
+def _measure():
+    sys.path.insert(0, str(ROOT / "tests/gpu"))
+    try:
+        return load("measure")
+    finally:
+        sys.path.remove(str(ROOT / "tests/gpu"))
+
+
+def test_agreement_ends_with_the_first_token_that_differs(measure):
     one = steps([[7, -1.0], [8, -1.5]], [[3, -1.0], [4, -1.1]], [[9, -5.0]])
     two = steps([[7, -1.25], [8, -1.5]], [[4, -1.0], [3, -1.05]], [[1, 0.0]])
-    found = agreement(one, two)
+    found = measure.agreement(one, two)
     assert (found["steps"], found["differs_at"], found["missing"]) == (2, 1, 0)
-    assert found["margin"] == pytest.approx(0.1) and found["worst"] == pytest.approx(0.25)
-    assert agreement(one, one)["differs_at"] is None and agreement(one, one)["worst"] == 0
+    assert found["first"] == [0.25, 0] and found["later"] == pytest.approx([0.05, 0.1])
+    assert found["margin"] == pytest.approx(0.1)
+    assert measure.agreement(one, one)["differs_at"] is None and not any(measure.agreement(one, one)["later"])
     broken = steps([[7, float("nan")], [8, -1.5]])
-    assert agreement(one, broken)["worst"] == float("inf")
+    assert measure.agreement(one, broken)["first"] == [float("inf"), 0]
+
+
+def test_compare_holds_two_ways_of_batching_of_one_server_against_each_other(measure, tmp_path, capsys):
+    runs = {key: [steps([[7, -1.0]], *([[3, at], [4, -2.0]] for at in values))] for key, values in (("1", (-1.0, -1.25)), ("8", (-1.0, -1.5)))}
+    (tmp_path / "one.json").write_text(json.dumps({"lengths": [5], "runs": runs}), encoding="utf-8")
+    both = [str(tmp_path / "one.json")] * 2
+    measure.compare(argparse.Namespace(one=both[0], two=both[1], at_once=["1", "8"]))
+    assert "| 1, 8 | 5 to 5 | 1 | 0.000 | 0.062 | 0.25 | 0.25 | 1 | 0 of 5 |" in capsys.readouterr().out
 
 
 def fat_binary(*entries):
