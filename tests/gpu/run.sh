@@ -2,8 +2,8 @@
 # The measurements of RESULTS.md: run.sh PHASE..., one after another; results and logs lie below $DSV4_GPU_DIR.
 #   warm      compile what can be compiled many at once
 #   one       stock and with the plugin against the plan (two tiny servers on GPU 0)
-#   two       32 greedy prompts, stock against the plugin and stock against itself (the servers of one)
-#   three N "NAME..."   decode speed of one request: these deep servers together on GPU N, measured one at a time
+#   two       32 greedy prompts, stock against the plugin, against itself, and in other batches (the servers of one)
+#   three N "NAME..."   decode speed of one request: these deep servers together on GPU N, measured one at a time (17 GB each)
 #   four      prefill, decode and the router
 #   five      MTP
 set -uo pipefail
@@ -39,19 +39,24 @@ while [ $# -gt 0 ]; do
     measure greedy-stock greedy stock &
     measure greedy-ours greedy ours &
     wait
-    measure greedy-stock-again greedy stock --at-once 32
+    measure greedy-stock-again greedy stock
     measure compare-ours compare "$out/greedy-stock.json" "$out/greedy-ours.json"
     measure compare-stock compare "$out/greedy-stock.json" "$out/greedy-stock-again.json"
-    servers stop stock ours
+    measure compare-batching compare "$out/greedy-stock.json" "$out/greedy-stock.json" --at-once 1 8
+    servers stop ours
+    measure info-stock-alone info stock
+    servers stop stock
     ;;
   three)
     export DSV4_GPU_ON=$2
     # shellcheck disable=SC2086
     up $3
+    for name in $3; do measure "speed-1k-$name" speed "$name" --context 1024; done
     for name in $3; do
-      measure "speed-1k-$name" speed "$name" --context 1024
       case $name in *-8k) ;; *) measure "speed-60k-$name" speed "$name" --context 60000 ;; esac
-      case $name in *-64k) ;; *) measure "profile-1k-$name" profile "$name" --context 1024 ;; esac
+    done
+    for name in $3; do
+      case $name in *-512k) measure "profile-1k-$name" profile "$name" --context 1024 ;; esac
     done
     # shellcheck disable=SC2086
     servers stop $3
