@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import base64
 import importlib
 import json
 import os
@@ -20,8 +19,8 @@ ROLE = ROOT / "roles/kernel_build"
 TOPOLOGY = ROOT / "inventory/blackwell8/group_vars/all/topology.yml"
 BUILD = "0123456789abcdef"
 WANTED = ["indexer", "indexer_topk", "sparse_mla", "topk"]
-# Stands for the role's own key, so that a record can be of this host.
-SAME = "same"
+# Stand for the role's own key, so that a record can be of this host, and for one that was timed here for other shapes.
+SAME, OTHER_SHAPES = "same", "other shapes"
 
 
 def gpus(busy=False, name="RTX PRO 6000"):
@@ -69,18 +68,23 @@ CASES = {
     # a record that says ours and fail at once is not believed
     "ours and wrong": (case(record(topk={**OURS, "selftest": "fail"})), [], "faster", "topk failed the self-test", True),
     "another driver, GPUs idle": (case(record(key="other", topk=OURS), record(), **RAN), [], "slower", "", False),
-    "another driver, GPUs busy": (case(record(key="other", topk=OURS), busy=True, look={"rc": 0}), ["topk"], None, "GPU 4 were in use", False),
-    "another driver, no GPU": (case(record(key="other", topk=OURS), look=NO_GPU, busy=True), [], "no CUDA GPU", UNMEASURED, False),
+    "another driver, GPUs busy": (case(record(key="other", topk=OURS), busy=True, look={"rc": 0}), [], "the GPUs were in use", UNMEASURED, False),
+    "other shapes, GPUs busy": (case(record(key=OTHER_SHAPES, topk=OURS), busy=True, look={"rc": 0}), ["topk"], None, "GPU 4 were in use", False),
+    "other shapes, GPUs idle": (case(record(key=OTHER_SHAPES, topk=OURS), record(), **RAN), [], "slower", "", False),
+    "other shapes, no GPU": (case(record(key=OTHER_SHAPES, topk=OURS), look=NO_GPU, busy=True), [], "no CUDA GPU", UNMEASURED, False),
+    "the measurement's own task fails": (case(record(topk=OURS), fault="the measurement failed: Measure | x: y"), [], "Measure | x: y", UNMEASURED, True),
     "another build's record, GPUs busy": (case(record(key="other", build="f" * 16, topk=OURS), busy=True, look={"rc": 0}), [],
                                           "the GPUs were in use", UNMEASURED, False),
     "GPUs busy": (case(busy=True, look={"rc": 0}), [], "not measured, the GPUs were in use", UNMEASURED, False),
     "no time": (case(None, record(state="partial", topk=OURS), **{**RAN, "select": {"rc": 4}}), ["topk"], None, "kernel_build_time_limit", False),
     "no time before, GPUs busy": (case(record(state="partial", topk=OURS), busy=True, look={"rc": 0}), ["topk"], None, "kernel_build_time_limit", False),
-    "the self-test's command fails": (case(look={"rc": 0}, selftest={"rc": 124, "stderr_lines": []}), [], "the self-test did not run: no answer",
+    "the self-test's command fails": (case(look={"rc": 0}, selftest={"rc": 2, "stderr_lines": []}), [], "the self-test gave no result: no answer",
                                       UNMEASURED, False),
+    "the self-test does not end": (case(look={"rc": 0}, selftest={"rc": 124, "stderr_lines": ["selftest topk: pass"]}), [],
+                                   "the self-test gave no result: it did not end in time", UNMEASURED, False),
     "the selection's command fails": (case(record(state="partial", topk=OURS), record(state="partial", topk=OURS),
                                            **{**RAN, "select": {"rc": 1, "stderr_lines": ["dsv4-sm120: no space left"]}}), [],
-                                      "the selection did not run: no space left", UNMEASURED, False),
+                                      "the selection gave no result: no space left", UNMEASURED, False),
     "the build fails": (case(fault="the build failed: nvcc", wheels=False), [], "the build failed: nvcc", UNMEASURED, False),
     "no engine": (case(engine=""), [], "not known", UNMEASURED, False),
     "stock": (case(record(topk=OURS), policy="stock"), [], "kernel_build_policy says so", "", None),
@@ -144,12 +148,13 @@ def registered(role, given):
     found["__kernel_build_gpu_info"] = {"gpus": gpus(given["busy"]), "driver": {"loaded_version": "580.95.05"}}
     for name in ("__kernel_build_instances", "__kernel_build_key"):
         found[name] = role(name, found)
+    found["__kernel_build_before"] = {}
     for name in ("before", "after"):
         if given[name]:
             document = dict(given[name])
-            if document["key"] == SAME:
-                document["key"] = found["__kernel_build_key"]
-            found["__kernel_build_%s" % name] = {"content": base64.b64encode(json.dumps(document).encode()).decode()}
+            keys = {SAME: found["__kernel_build_key"], OTHER_SHAPES: role("__kernel_build_place", found) + "-0123456789abcdef"}
+            document["key"] = keys.get(document["key"], document["key"])
+            found["__kernel_build_%s" % name] = document
     return found
 
 
@@ -182,12 +187,14 @@ def fresh(role):
     return found | {"kernel_build_topology": yaml.safe_load(TOPOLOGY.read_text(encoding="utf-8"))["dsv4_topology"]}
 
 
-CHANGES = {
+PLACE = {
     "driver": lambda known: known["__kernel_build_gpu_info"]["driver"].update(loaded_version="580.126.09"),
     "another GPU": lambda known: known["__kernel_build_gpu_info"]["gpus"][3].update(uuid="GPU-new"),
     "another model": lambda known: [gpu.update(name="RTX 9000") for gpu in known["__kernel_build_gpu_info"]["gpus"]],
     "engine": lambda known: known.update(kernel_build_engine_path="/opt/other"),
     "build": lambda known: known.update(__kernel_build_name={"stdout": "f" * 16}),
+}
+SHAPES = {
     "context": lambda known: known["kernel_build_topology"].update(context_length=65536),
     "batch": lambda known: known["kernel_build_topology"]["instances"]["decode"].update(cuda_graph_max_bs_decode=32),
     "heads": lambda known: known["kernel_build_topology"]["instances"]["decode"].update(gpus=[4, 5]),
@@ -201,11 +208,13 @@ NO_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CHANGES, *NO_CHANGES])
+@pytest.mark.parametrize("name", [*PLACE, *SHAPES, *NO_CHANGES])
 def test_what_asks_for_a_new_measurement(role, name):
     changed = fresh(role)
-    (CHANGES.get(name) or NO_CHANGES[name])(changed)
-    assert (role("__kernel_build_key", changed) != role("__kernel_build_key", fresh(role))) is (name in CHANGES)
+    {**PLACE, **SHAPES, **NO_CHANGES}[name](changed)
+    key, place = ([role("__kernel_build_" + what, known) for known in (fresh(role), changed)] for what in ("key", "place"))
+    assert (key[0] != key[1]) is (name not in NO_CHANGES)
+    assert (place[0] != place[1]) is (name in PLACE)
 
 
 def test_the_deployments_shapes(role):
@@ -226,3 +235,12 @@ def test_the_package_reads_what_the_role_writes(role, monkeypatch):
     found = contests.deployment(json.loads(role("__kernel_build_deployment", registered(role, case()))))
     assert (found.heads, found.rows, found.context_length) == ((16,), (1, 4, 16, 64), 524288)
     assert set(found.operations) == set(WANTED)
+
+
+def test_check_mode_gives_the_reason_of_a_real_run_unless_that_would_measure(role):
+    """Another reason is another release, which a check would announce and a run would not make."""
+    for name in ("nothing measured, no GPU", "no GPU while ours run on it", "GPUs busy"):
+        known = registered(role, CASES[name][0])
+        assert role("__kernel_build_stock", {**known, "ansible_check_mode": True}) == role("__kernel_build_stock", known), name
+    dry = {**registered(role, case(look={"rc": 0})), "ansible_check_mode": True}
+    assert role("__kernel_build_stock", dry)["topk"] == "nothing was measured on this host with this build"
