@@ -130,8 +130,9 @@ class Hints:
             "unit": unit,
             "router_unit": router_unit,
             "units": units or "sglang-dsv4-prefill sglang-dsv4-decode sglang-dsv4-router",
-            "reasoning_parser": reasoning_parser,
-            "tool_call_parser": tool_call_parser,
+            # With the variable that sets it.
+            "reasoning_parser": reasoning_parser + " (dsv4_topology.reasoning_parser)",
+            "tool_call_parser": tool_call_parser + " (dsv4_topology.tool_call_parser)",
         }
 
     def of(self, reason):
