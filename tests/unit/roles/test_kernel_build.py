@@ -148,7 +148,7 @@ def registered(role, given):
     found["__kernel_build_gpu_info"] = {"gpus": gpus(given["busy"]), "driver": {"loaded_version": "580.95.05"}}
     for name in ("__kernel_build_instances", "__kernel_build_key"):
         found[name] = role(name, found)
-    found["__kernel_build_before"] = {}
+    found["__kernel_build_before"] = found["__kernel_build_after"] = {}
     for name in ("before", "after"):
         if given[name]:
             document = dict(given[name])
