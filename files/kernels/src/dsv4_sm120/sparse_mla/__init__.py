@@ -26,12 +26,15 @@ ITEM_INTS = 8
 RECORD_FLOATS = 16 * 512 + 8 * (8 * 16 + 16)
 # fewest tiles that a block is given before a row is divided among more units: a step of the kernel
 LEAST_TILES_PER_BLOCK = 2
-# in tiles of 16 heads: what a tile of 32 heads costs, a block beside its tiles, and the merge of units through global memory
-PAIR_COST = 1.4
-BLOCK_COST = 6
-SOURCE_COST = 0.05
-PIECES_COST = 0.1
-MERGE_COST = 4
+# in tiles of 16 heads: what a tile of 32 heads costs, and a block beside its tiles: for each 16 heads, each block of its cluster,
+# each 256 pieces of four sums that it merges
+PAIR_COST = 1.5
+BLOCK_COST = 2.2
+SOURCE_COST = 0.2
+PIECES_COST = 0.35
+# the merge of a row's units through global memory: by itself, and for each unit, shared by the cluster's blocks
+MERGE_COST = 5
+UNIT_COST = 2.5
 # rows up to this many tiles (1,024 tokens) are never divided: no plan, no merge in global memory
 UNDIVIDED_TILES = 32
 CLUSTERS = (8, 7, 6, 5, 4, 3, 2, 1)
@@ -101,11 +104,10 @@ def launch_shape(
         size, tiles = form
         clusters, room = rows * -(-tiles_of_heads // tiles), chip.at_once(size)
         units = max(1, min(room // clusters, most_units(size)))
-        merge = MERGE_COST + units / size if units > 1 else 0
+        merge = MERGE_COST + UNIT_COST * units / size if units > 1 else 0
         share = -(-widest // (units * size)) * (PAIR_COST if tiles == 2 else 1)
-        # each source that a block merges, and each 256 pieces of 4 sums that it merges
-        share += SOURCE_COST * size + PIECES_COST * -(-8 * tiles // size)
-        return -(-clusters // room) * (share + BLOCK_COST) + merge
+        block = BLOCK_COST * tiles + SOURCE_COST * size + PIECES_COST * -(-8 * tiles // size)
+        return -(-clusters // room) * (share + block) + merge
 
     forms = [
         (size, tiles)

@@ -3,10 +3,10 @@
 
     python3 bench.py [--triton flash_mla_sm120_triton.py] [--out FOLDER] [--sweep]
 
-Peers, as far as they are there: FlashMLA (package flash_mla; its kernel takes 64 heads, so fewer are padded outside the timed
-call), SGLang's Triton kernel for sm_120 (a file of its wheel, loaded by path). Beside them a plain copy that moves as many
-bytes and our kernel on a plan without work, which is what a launch costs by this method. Errors are against float64 on the
-dequantised cache.
+The shapes, the calls and the verdicts are contest.py's. Peers, as far as they are there: FlashMLA (package flash_mla), SGLang's
+Triton kernel for sm_120 (a file of its wheel, loaded by path). Beside them a plain copy that moves as many bytes and our kernel
+on a plan without work, which is what a launch costs by this method. "Warm": the same kernels run over
+other rows of the same pools before each replay, behind the flush: code and address translations are at hand, the rows are not.
 """
 
 from __future__ import annotations
@@ -15,104 +15,40 @@ import argparse
 import importlib.util
 import json
 import pathlib
-import statistics
 import sys
 
 import torch
 
 import dsv4_sm120.sparse_mla as mla
-from dsv4_sm120 import _lib, timing
-from dsv4_sm120.sparse_mla import reference
+from dsv4_sm120 import _lib, contestants, timing
+from dsv4_sm120.contests import Cell, Deployment
+from dsv4_sm120.sparse_mla import contest, reference
+from dsv4_sm120.sparse_mla.contest import SCALE, error
 
-SCALE = 512**-0.5
-# name: (page tokens of the second cache, its index width at a context of 512k, its length); None: no second cache
+DEPLOYMENT = Deployment(heads=(), rows=(), context_length=524_288, operations=())
+# name: kind of layer, tokens of context
 KINDS = {
-    "swa": None,
-    "c4": (64, 512, 512),
-    "c128 at 64k": (2, 4096, 512),
-    "c128 at 512k": (2, 4096, 4096),
+    "swa": ("swa", 524_288),
+    "c4": ("c4", 524_288),
+    "c128 at 64k": ("c128", 65_536),
+    "c128 at 512k": ("c128", 524_288),
 }
-CELLS = [(16, kind) for kind in KINDS] + [(64, kind) for kind in KINDS if kind != "swa"] + [(8, "c4"), (32, "c4")]
-POOL = 200_000
+HEADS = {"swa": (16,), "c4": (16, 8, 32, 64), "c128 at 64k": (16, 64), "c128 at 512k": (16, 64)}
 
 
-def case(rows: int, heads: int, kind: str, pools: dict, seed: int) -> dict:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    made = {
-        "q": torch.randn(rows, heads, 512, device="cuda", generator=generator).bfloat16(),
-        "k_cache": pools[256],
-        # a window is a run of neighbours
-        "indices": (torch.randint(0, POOL // 256 - 1, (rows, 1), device="cuda", generator=generator) * 256 + torch.arange(128, device="cuda")).int(),
-        "topk_length": torch.full((rows,), 128, device="cuda", dtype=torch.int32),
-        "attn_sink": torch.randn(heads, device="cuda", generator=generator),
-    }
-    if KINDS[kind]:
-        page, width, length = KINDS[kind]
-        indices = torch.full((rows, width), -1, device="cuda", dtype=torch.int32)
-        for i in range(rows):
-            indices[i, :length] = torch.randperm(POOL, device="cuda", generator=generator)[:length].int()
-        made |= {
-            "extra_k_cache": pools[page],
-            "extra_indices": indices,
-            "extra_topk_length": torch.full((rows,), length, device="cuda", dtype=torch.int32),
-        }
-    return made
+def call_of(rows: int, heads: int, kind: str, seed: int = 0) -> dict:
+    variant, length = KINDS[kind]
+    return contest.timed_call(Cell(variant, rows, length, heads), DEPLOYMENT, seed)
 
 
-def reference_of(c: dict):
-    scopes = [(c["k_cache"], c["indices"], c["topk_length"])]
-    if "extra_k_cache" in c:
-        scopes.append((c["extra_k_cache"], c["extra_indices"], c["extra_topk_length"]))
-    outs = []
-    for i in range(c["q"].shape[0]):
-        at = slice(i, i + 1)
-        outs.append(reference.attention(c["q"][at], [(k, x[at], n[at]) for k, x, n in scopes], c["attn_sink"], SCALE))
-    return torch.cat([o for o, _ in outs]), torch.cat([l for _, l in outs])
-
-
-def error(out, want) -> float:
-    return ((out.double() - want.double()).norm() / want.double().norm()).item()
-
-
-def flash_mla_call(c: dict):
-    import flash_mla
-
-    rows, heads, _ = c["q"].shape
-    padded = max(heads, 64)
-    q = torch.zeros(rows, 1, padded, 512, device="cuda", dtype=torch.bfloat16)
-    q[:, 0, :heads] = c["q"]
-    sink = torch.zeros(padded, device="cuda")
-    sink[:heads] = c["attn_sink"]
-    # filled by the first call: its own plan, made once a step, is not in the captured graph
-    meta = flash_mla.get_mla_metadata()[0]
-    extra = {}
-    if "extra_k_cache" in c:
-        extra = {
-            "extra_k_cache": c["extra_k_cache"].view(torch.float8_e4m3fn),
-            "extra_indices_in_kvcache": c["extra_indices"].unsqueeze(1),
-            "extra_topk_length": c["extra_topk_length"],
-        }
-    indices = c["indices"].unsqueeze(1)
-    cache = c["k_cache"].view(torch.float8_e4m3fn)
-
-    def call():
-        return flash_mla.flash_mla_with_kvcache(
-            q=q, k_cache=cache, block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=meta,
-            softmax_scale=SCALE, is_fp8_kvcache=True, indices=indices, attn_sink=sink, topk_length=c["topk_length"],
-            use_legacy=True, **extra,
-        )[0][:, 0, :heads]  # fmt: skip
-
-    return call
-
-
-def triton_call(module, c: dict):
-    extra = (None, None, None)
-    if "extra_k_cache" in c:
-        extra = (c["extra_k_cache"].view(torch.float8_e4m3fn), c["extra_indices"].unsqueeze(1), c["extra_topk_length"])
-    q, cache, indices = c["q"].unsqueeze(1), c["k_cache"].view(torch.float8_e4m3fn), c["indices"].unsqueeze(1)
-    return lambda: module.flash_mla_sparse_decode_triton(
-        q, cache, indices, c["topk_length"], c["attn_sink"], 512, SCALE, *extra
-    )[0][:, 0]
+def triton_attention(path: pathlib.Path):
+    """Returns SGLang's Triton kernel out of a file of its wheel, called as the engine's function is."""
+    spec = importlib.util.spec_from_file_location("peer_triton", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = ("q", "k_cache", "indices", "topk_length", "attn_sink", "head_dim_v", "softmax_scale")
+    extra = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+    return lambda **words: module.flash_mla_sparse_decode_triton(*(words[name] for name in (*names, *extra)))
 
 
 def empty_call():
@@ -169,16 +105,17 @@ class Planned:
         return self.original(*self.arguments[:-1], stream)
 
 
-def measure(rows: int, heads: int, kind: str, pools: dict, flush, peers: dict, triton_module, repeats: int) -> dict:
-    c = case(rows, heads, kind, pools, seed=rows)
-    tokens = 128 + (KINDS[kind][2] if KINDS[kind] else 0)
-    moved = rows * (tokens * 584 + heads * 2048)
+def measure(rows: int, heads: int, kind: str, flush, peers: dict, repeats: int) -> dict:
+    """Returns one cell's figures. peers: each one's function, called as the engine's is, and how often it is timed."""
+    c = call_of(rows, heads, kind)
+    words, want = contest.engine_call(c), contest.expected(c)
+    tokens = sum(int(c[name][0]) for name in ("topk_length", "extra_topk_length") if name in c)
+    moved = rows * (tokens * reference.TOKEN_BYTES + heads * 2048)
     line = {"heads": heads, "kind": kind, "rows": rows, "tokens": tokens, "bytes": moved}
-    want, want_lse = reference_of(c)
     ours = Planned(c)
-    line["error"], line["lse error"] = error(ours.out[0], want), (ours.out[1].double() - want_lse).abs().max().item()
+    line["error"], line["lse error"] = error(ours.out[0], want[0]), float((ours.out[1].double() - want[1]).abs().max())
     line["splits"] = error(ours.out[0], mla.sparse_mla_decode(**c, cluster=1)[0])
-    widths = (128, c["extra_indices"].shape[1] if "extra_k_cache" in c else 0)
+    widths = (contest.WINDOW, c["extra_indices"].shape[1] if "extra_k_cache" in c else 0)
     shape = mla.launch_shape(rows, heads, widths, mla.gpu(0))
     line |= {"cluster": shape.cluster, "head tiles": shape.head_tiles, "units": shape.units}
     source = torch.randint(0, 255, (moved // 2,), dtype=torch.uint8, device="cuda")
@@ -186,41 +123,73 @@ def measure(rows: int, heads: int, kind: str, pools: dict, flush, peers: dict, t
     graphs = {"ours": timing.capture(ours), "ours again": timing.capture(ours), "copy": timing.capture(lambda: target.copy_(source))}
     if ours.arguments:
         graphs["plan"] = timing.capture(ours.plan)
-    for name, make in peers.items():
+    timed = {repeats: graphs}
+    # the same kernels over other rows
+    other = call_of(rows, heads, kind, seed=1000)
+    twins = {"ours": timing.capture(Planned(other))}
+    for name, (attention, times) in peers.items():
         try:
-            call = make(c)
-            line[f"{name} error"] = error(call(), want)
-            graphs[name] = timing.capture(call)
-        except Exception as failure:  # a peer that cannot do this shape is left out, and says why
+            line[f"{name} error"] = error(attention(**words)[0], want[0])
+            timed.setdefault(times, {})[name] = timing.capture(lambda attention=attention: attention(**words))
+            if times == repeats:
+                other_words = contest.engine_call(other)
+                attention(**other_words)
+                twins[name] = timing.capture(lambda attention=attention, words=other_words: attention(**words))
+        except Exception as failure:  # noqa: BLE001 - a peer that cannot do this shape is left out, and says why
             line[f"{name} failure"] = str(failure)[:200]
-    line |= {f"{name} us": value for name, value in timing.medians(graphs, flush, repeats).items()}
-    if triton_module:
-        call = triton_call(triton_module, c)
-        line["triton error"] = error(call(), want)
-        line["triton us"] = statistics.median(timing.times({"triton": timing.capture(call)}, flush, 7)["triton"])
+    for times, found in timed.items():
+        line |= {f"{name} us": value for name, value in timing.medians(found, flush, times).items()}
+    for name, twin in twins.items():
+        line[f"{name}, warm us"] = timing.medians({name: graphs[name]}, lambda twin=twin: (flush(), twin.replay()), repeats)[name]
     return line
 
 
-def sweep(rows: int, heads: int, kind: str, pools: dict, flush, repeats: int) -> dict:
+def sweep(rows: int, heads: int, kind: str, flush, repeats: int) -> dict:
     """Every form of the launch, interleaved."""
-    c = case(rows, heads, kind, pools, seed=rows)
+    c = call_of(rows, heads, kind)
     forms = [(cluster, tiles) for cluster in mla.CLUSTERS for tiles in ((1, 2) if heads % 32 == 0 else (1,))]
     calls = {f"{cluster}x{tiles}": Planned(c, cluster=cluster, head_tiles=tiles) for cluster, tiles in forms}
     line = {"heads": heads, "kind": kind, "rows": rows}
     return line | timing.medians({name: timing.capture(call) for name, call in calls.items()}, flush, repeats)
 
 
-def table(lines: list[dict], columns: dict[str, str]) -> str:
-    """Returns a Markdown table; columns: {heading: key}, left out where no line has it."""
-    columns = {heading: key for heading, key in columns.items() if any(key in line for line in lines)}
+def printed(line: dict) -> dict[str, str]:
+    """Returns a cell's figures as the page shows them: microseconds, errors in 1e-3, the LSE's in 1e-6."""
 
-    def cell(value) -> str:
-        if value is None:
-            return ""
-        return f"{value:,.1f}" if isinstance(value, float) and value >= 1e-1 else f"{value:.2e}" if isinstance(value, float) else str(value)
+    def figure(key: str, factor: float = 1, digits: int = 1) -> str:
+        return f"{line[key] * factor:,.{digits}f}" if key in line else ""
 
-    body = ["| " + " | ".join(cell(line.get(key)) for key in columns.values()) + " |" for line in lines]
-    return "\n".join(["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body])
+    def ratio(key: str, to: str) -> str:
+        return f"{line[key] / line[to]:.2f}" if key in line and to in line else ""
+
+    pair = sorted((line["ours us"], line["ours again us"]))
+    return {
+        "heads": str(line["heads"]),
+        "rows": str(line["rows"]),
+        "form": f"{line['cluster']} x {16 * line['head tiles']}",
+        "ours": "-".join(f"{value:.1f}" for value in pair),
+        "plan, once a step": figure("plan us"),
+        "FlashMLA": figure("flash us"),
+        "ours / FlashMLA": ratio("ours us", "flash us"),
+        "warm: ours": figure("ours, warm us"),
+        "FlashMLA ": figure("flash, warm us"),
+        "ratio": ratio("ours, warm us", "flash, warm us"),
+        "Triton": figure("triton us", digits=0),
+        "copy": figure("copy us"),
+        "ours / copy": ratio("ours us", "copy us"),
+        "error": figure("error", 1e3, 2),
+        "FlashMLA's": figure("flash error", 1e3, 2),
+        "lse": figure("lse error", 1e6),
+        "1 split : n": figure("splits", 1e3, 3),
+        "left out": line.get("flash failure", ""),
+    }
+
+
+def table(lines: list[dict[str, str]]) -> str:
+    """Returns a Markdown table, without the columns that no line fills."""
+    columns = [key for key in dict.fromkeys(key for line in lines for key in line) if any(line.get(key) for line in lines)]
+    body = ["| " + " | ".join(line.get(key, "") for key in columns) + " |" for line in lines]
+    return "\n".join(["| " + " | ".join(key.strip() for key in columns) + " |", "|" + "---|" * len(columns), *body])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -235,53 +204,28 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     flush = timing.Flush()
-    pools = {p: reference.random_cache(-(-POOL // p), p, device="cuda") for p in (256, 64, 2)}
-    triton_module = None
-    if options.triton:
-        spec = importlib.util.spec_from_file_location("peer_triton", options.triton)
-        triton_module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(triton_module)
     peers = {}
-    try:
-        import flash_mla  # noqa: F401
-
-        peers["flash"] = flash_mla_call
-    except Exception as failure:  # a peer that is not there is only left out
-        print(f"FlashMLA left out: {failure!r}"[:300])
+    if (flash := contestants.attention_flashmla()) is not None:
+        peers["flash"] = (flash, options.repeats)
+    else:
+        print(f"FlashMLA left out: {contestants.absent['flashmla']}")
+    if options.triton:
+        peers["triton"] = (triton_attention(options.triton), 7)  # it takes milliseconds
     results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cells": []}
     results["empty us"] = timing.medians({"empty": timing.capture(empty_call())}, flush, options.repeats)["empty"]
     results["clusters at once"] = mla.gpu(0).clusters
     print(f"{results['gpu']}, torch {results['torch']}; a launch without work {results['empty us']:.1f} µs", flush=True)
-    for heads, kind in CELLS:
-        if heads not in options.heads or kind not in options.kinds:
-            continue
-        lines = []
-        for rows in options.rows:
-            if options.sweep:
-                lines.append(sweep(rows, heads, kind, pools, flush, options.repeats))
-            else:
-                lines.append(measure(rows, heads, kind, pools, flush, peers, triton_module, options.repeats))
-                if "flash us" in lines[-1]:
-                    lines[-1]["ours / flash"] = lines[-1]["ours us"] / lines[-1]["flash us"]
-                if "triton us" in lines[-1]:
-                    lines[-1]["triton / ours"] = lines[-1]["triton us"] / lines[-1]["ours us"]
-        results["cells"] += lines
-        print(f"\n{heads} heads, {kind}\n")
+    for kind in options.kinds:
+        cells = [(heads, rows) for heads in HEADS[kind] if heads in options.heads for rows in options.rows]
         if options.sweep:
-            print(table(lines, {key: key for key in lines[0] if key not in ("heads", "kind")}), flush=True)
-            continue
-        print(
-            table(
-                lines,
-                {
-                    "rows": "rows", "cluster": "cluster", "head tiles": "head tiles", "ours": "ours us", "again": "ours again us",
-                    "plan, once a step": "plan us", "FlashMLA": "flash us", "ours / FlashMLA": "ours / flash", "Triton": "triton us",
-                    "times faster": "triton / ours", "copy": "copy us", "error": "error", "FlashMLA's": "flash error",
-                    "Triton's": "triton error", "lse": "lse error", "1 split against n": "splits", "left out": "flash failure",
-                },
-            ),
-            flush=True,
-        )  # fmt: skip
+            lines = [sweep(rows, heads, kind, flush, options.repeats) for heads, rows in cells]
+            shown = [{key: f"{v:.1f}" if isinstance(v, float) else str(v) for key, v in line.items() if key != "kind"} for line in lines]
+        else:
+            lines = [measure(rows, heads, kind, flush, peers, options.repeats) for heads, rows in cells]
+            shown = [printed(line) for line in lines]
+        results["cells"] += lines
+        if lines:
+            print(f"\n## {kind}\n\n{table(shown)}", flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "sparse_mla.json").write_text(json.dumps(results, indent=1))

@@ -66,30 +66,51 @@ struct Side {
   float shift[kGroups];
 };
 
+// The shape of a step: 16 heads x two tiles, or 32 heads x one. In both, eight slots of 16 heads x 8 tokens.
+template <int kHeadTiles>
+struct Step {
+  static constexpr int kSpan = kHeadTiles == 1 ? 2 : 1;     // tiles
+  static constexpr int kAhead = kRing / kSpan - 1;          // steps that travel while one is computed
+  static constexpr int kSlots = kHeadTiles == 1 ? 4 : 2;    // groups of 8 tokens that a warp makes scores of
+  // the values of a step and the scores of the next have no barrier between them where the ring holds both steps and more
+  static constexpr bool kOverlap = kHeadTiles == 2;
+};
+
+template <int kHeadTiles>
 struct Smem {
   // the ring of gathered rows; in the end the sums that the cluster's blocks send lie here
   alignas(128) unsigned char raw[kRing][kTile * kRowBytes];
-  // the quarters' shares of the scores, [quarter][8 tokens or head tile][lane]; in the end the weights of the merge
-  alignas(16) float4 exchange[4][8][32];
+  // the quarters' shares of the scores, [quarter][8 tokens or head tile][lane]; the probabilities in bf16 follow them, or take the
+  // place of the first; in the end the weights of the merge lie behind the first
+  alignas(16) float4 exchange[Step<kHeadTiles>::kOverlap ? 5 : 4][8][32];
   // probabilities as fragments, [head tile and 16 tokens][lane]
   alignas(16) uint4 prob_f16[4][32];
-  alignas(16) uint4 prob_bf16[4][32];
   alignas(16) unsigned char scales[kRing][kTile * kScaleBytes];
   // a step's value scales as factors, for each warp's group, [column quad][8 tokens][low or high column]
-  alignas(16) unsigned short value_factor[kWarps][4][16];
-  // addresses of the next tiles' rows and of their scales; in the end the sides of the cluster's blocks
+  alignas(16) unsigned short value_factor[kWarps][4][8 * Step<kHeadTiles>::kSpan];
+  // addresses of the next tiles' rows, and how far behind them their scales lie; in the end the sides of the cluster's blocks
   alignas(16) unsigned long long row_at[kListed][kTile];
-  alignas(16) unsigned long long scale_at[kListed][kTile];
+  alignas(16) int scale_behind[kListed][kTile];
   unsigned valid[2 * kListed];
   float alpha[32];       // by how much a row's sums shrink at this step
   float sink_log2[32];
   alignas(8) unsigned long long arrived;  // mbarrier of what the cluster sends
   Work work;
   int last;
+
+  __device__ __forceinline__ uint4& prob_bf16(int slot, int lane) {
+    return reinterpret_cast<uint4&>(exchange[Step<kHeadTiles>::kOverlap ? 4 : 0][slot][(lane + 4 * slot) & 31]);
+  }
 };
-static_assert(sizeof(float) * (kLargestCluster + 2) * 256 <= sizeof(Smem::exchange), "weights of eight sources");
-static_assert(sizeof(Side<2>) * kLargestCluster <= sizeof(Smem::row_at) + sizeof(Smem::scale_at), "sides of eight sources");
-static_assert(sizeof(Smem) <= dsv4::kMaxBlockSmem, "shared memory of a block");
+
+template <int kHeadTiles>
+constexpr int smem_bytes() {
+  using S = Smem<kHeadTiles>;
+  static_assert(sizeof(float) * (kLargestCluster + 2) * 128 * kHeadTiles <= 3 * sizeof(S::exchange[0]), "weights of eight sources");
+  static_assert(sizeof(Side<kHeadTiles>) * kLargestCluster <= sizeof(S::row_at) + sizeof(S::scale_behind), "sides of eight sources");
+  static_assert(sizeof(S) <= dsv4::kMaxBlockSmem, "shared memory of a block");
+  return sizeof(S);
+}
 
 // what a list entry without a token points at: its values and scales take no part, but 0 x NaN would
 __device__ const uint4 kZeroRow[kRowBytes / 16] = {};
@@ -208,48 +229,54 @@ struct Lane {
   int lane, warp, g, c;  // g and c: the row and column quad of an mma fragment
 };
 
+// A value that the compiler is to keep instead of making it anew at each use.
+__device__ __forceinline__ int kept(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // Copies a warp's share of a tile: four tokens. A whole warp takes 512 bytes of a row at once: one request and one address
 // translation for them, where a warp that fetched its own columns of many rows would need one for each. Lanes 0-15 take the
 // last four chunks of each row, lanes 16-19 the scales. What does not change from tile to tile is kept.
 struct Gather {
   unsigned rows, rows_swapped, tail, tail_pitch;  // shared-memory addresses in stage 0, and the pitch of stages
-  unsigned list, tail_list;                       // the same in the lists of tile 0
-  unsigned from, tail_from;                       // bytes behind a row's address
+  unsigned list, tail_list, behind;               // the same in the lists of tile 0
+  unsigned from;                                  // bytes behind a row's address
+  int tail_from;
   bool has_row_tail, has_scale;
 
-  __device__ __forceinline__ Gather(Smem& sm, const Lane& t) {
-    const int first = 4 * t.warp, token = t.lane < 16 ? t.g & 3 : t.lane & 3;
-    from = t.lane * 16;
-    rows = smem_address(sm.raw[0]) + first * kRowBytes + t.lane * 16;
-    rows_swapped = smem_address(sm.raw[0]) + (first + 2) * kRowBytes + (t.lane ^ 2) * 16;
-    list = smem_address(&sm.row_at[0][first]);
+  template <int kHeadTiles>
+  __device__ __forceinline__ Gather(Smem<kHeadTiles>& sm, const Lane& t) {
+    const int first = 4 * t.warp, token = first + (t.lane < 16 ? t.g & 3 : t.lane & 3);
+    from = kept(t.lane * 16);
+    rows = kept(smem_address(sm.raw[0]) + first * kRowBytes + t.lane * 16);
+    rows_swapped = kept(smem_address(sm.raw[0]) + (first + 2) * kRowBytes + (t.lane ^ 2) * 16);
+    list = kept(smem_address(&sm.row_at[0][first]));
+    tail_list = kept(smem_address(&sm.row_at[0][token]));
+    behind = kept(smem_address(&sm.scale_behind[0][token]));
     has_row_tail = t.lane < 16;
     has_scale = t.lane >= 16 && t.lane < 20;
-    if (has_row_tail) {
-      tail = smem_address(sm.raw[0]) + (first + token) * kRowBytes + swizzle(token, 32 + t.c) * 16;
-      tail_pitch = sizeof(sm.raw[0]);
-      tail_list = list + 8 * token;
-      tail_from = (32 + t.c) * 16;
-    } else {
-      tail = smem_address(sm.scales[0]) + (first + token) * kScaleBytes;
-      tail_pitch = sizeof(sm.scales[0]);
-      tail_list = smem_address(&sm.scale_at[0][first + token]);
-      tail_from = 0;
-    }
+    tail = kept(has_row_tail ? smem_address(sm.raw[0]) + token * kRowBytes + swizzle(token, 32 + t.c) * 16
+                             : smem_address(sm.scales[0]) + token * kScaleBytes);
+    tail_pitch = has_row_tail ? sizeof(sm.raw[0]) : sizeof(sm.scales[0]);
+    tail_from = (32 + t.c) * 16;
   }
 
   __device__ __forceinline__ void operator()(int tile, int stage) const {
     const unsigned at = tile % kListed * (kTile * 8), to = stage * (kTile * kRowBytes);
     unsigned long long a, b, c, d, e;
+    int scale;
     asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "r"(list + at) : "memory");
     asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "r"(list + at + 16) : "memory");
     asm volatile("ld.shared.u64 %0, [%1];" : "=l"(e) : "r"(tail_list + at) : "memory");
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(scale) : "r"(behind + at / 2) : "memory");
     copy_async16(rows + to, a + from);
     copy_async16(rows + to + kRowBytes, b + from);
     copy_async16(rows_swapped + to, c + from);
     copy_async16(rows_swapped + to + kRowBytes, d + from);
     const unsigned tail_to = tail + stage * tail_pitch;
-    if (has_row_tail) copy_async16(tail_to, e + tail_from);
+    e += has_row_tail ? tail_from : scale;
+    if (has_row_tail) copy_async16(tail_to, e);
     if (has_scale) copy_async8(tail_to, e);
   }
 };
@@ -265,18 +292,16 @@ struct Query {
 };
 
 // Scores of heads x 8 kTiles tokens over a quarter of the dimensions: `a` its first group's share, `b` its second's, before
-// their scales. kRope: the last quarter.
+// their scales. `keys`: this lane's first chunk. kRope: the last quarter.
 template <bool kRope, int kHeadTiles, int kTiles>
 __device__ __forceinline__ void scores(float (&a)[kHeadTiles][kTiles][4], float (&b)[kHeadTiles][kTiles][4],
-                                       const Query<kHeadTiles>& q, const unsigned char* tokens, const Lane& t, int chunk0) {
-  const int r = row_of_column(t.g);
-  const unsigned char* row = tokens + r * kRowBytes;
+                                       const Query<kHeadTiles>& q, const unsigned char* keys) {
   // [group, or half of the rope dimensions]
   uint4 v[kRope ? 3 : 2][kTiles];
 #pragma unroll
   for (int k = 0; k < (kRope ? 3 : 2); ++k)
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) v[k][n] = load128(row + 8 * n * kRowBytes + swizzle(r, chunk0 + 4 * k + t.c) * 16);
+    for (int n = 0; n < kTiles; ++n) v[k][n] = load128(keys + 8 * n * kRowBytes + 64 * k);
 #pragma unroll
   for (int m = 0; m < kHeadTiles; ++m)
 #pragma unroll
@@ -325,17 +350,15 @@ __device__ __forceinline__ void mma_scaled(float (&d)[4], const unsigned* a, uns
 // scale), and queries as the sum of two e4m3 parts. Chunk c of a token's group is four k indices of lane c in each of four words:
 // block 0 takes the first two words, block 1 the others.
 template <bool kRope, int kHeadTiles, int kTiles>
-__device__ __forceinline__ void scores_scaled(float (&a)[kHeadTiles][kTiles][4], const Query<kHeadTiles>& q, const unsigned char* tokens,
-                                              const unsigned char* scales, const Lane& t, int chunk0) {
-  const int r = row_of_column(t.g);
-  const unsigned char* row = tokens + r * kRowBytes;
+__device__ __forceinline__ void scores_scaled(float (&a)[kHeadTiles][kTiles][4], const Query<kHeadTiles>& q, const unsigned char* keys,
+                                              const unsigned char* scales, const Lane& t) {
   uint4 v[kRope ? 3 : 2][kTiles];
   unsigned scale[kTiles];  // byte 0 of the quarter's first group, byte 1 of its second
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    scale[n] = *reinterpret_cast<const unsigned short*>(scales + (8 * n + r) * kScaleBytes);
+    scale[n] = *reinterpret_cast<const unsigned short*>(scales + (8 * n + row_of_column(t.g)) * kScaleBytes);
 #pragma unroll
-    for (int k = 0; k < (kRope ? 3 : 2); ++k) v[k][n] = load128(row + 8 * n * kRowBytes + swizzle(r, chunk0 + 4 * k + t.c) * 16);
+    for (int k = 0; k < (kRope ? 3 : 2); ++k) v[k][n] = load128(keys + 8 * n * kRowBytes + 64 * k);
   }
 #pragma unroll
   for (int m = 0; m < kHeadTiles; ++m)
@@ -367,10 +390,8 @@ __device__ __forceinline__ void scores_scaled(float (&a)[kHeadTiles][kTiles][4],
 struct Values {
   uint2 v[4];
 };
-__device__ __forceinline__ Values load_values(const unsigned char* tokens, const Lane& t) {
-  const int r0 = t.c, r1 = 4 + (t.c ^ 1);
-  const unsigned char* at = tokens + swizzle(r0, 4 * t.warp + (t.g >> 1)) * 16 + (t.g & 1) * 8;
-  return {{load64(at + r0 * kRowBytes), load64(at + r1 * kRowBytes), load64(at + (8 + r0) * kRowBytes), load64(at + (8 + r1) * kRowBytes)}};
+__device__ __forceinline__ Values load_values(const unsigned char* low, const unsigned char* high) {
+  return {{load64(low), load64(high), load64(low + 8 * kRowBytes), load64(high + 8 * kRowBytes)}};
 }
 
 // Adds P (heads x 16 tokens) times the group's values to `o`.
@@ -393,24 +414,28 @@ __device__ __forceinline__ void multiply(float (&o)[kHeadTiles][8][4], const uns
     }
 }
 
-// The same for the rope dimensions.
+// The same for the rope dimensions, P in two parts.
 template <int kHeadTiles>
-__device__ __forceinline__ void multiply_rope(float (&o)[kHeadTiles][8][4], const unsigned (&p)[kHeadTiles][4], const unsigned char* tokens,
-                                              const Lane& t) {
-  const int r0 = t.c, r1 = 4 + (t.c ^ 1);
-  const unsigned char* at = tokens + swizzle(r0, 4 * t.warp + t.g) * 16;
-  const uint4 a = load128(at + r0 * kRowBytes), b = load128(at + r1 * kRowBytes);
-  const uint4 e = load128(at + (8 + r0) * kRowBytes), f = load128(at + (8 + r1) * kRowBytes);
+__device__ __forceinline__ void multiply_rope(float (&o)[kHeadTiles][8][4], const unsigned (&upper)[kHeadTiles][4],
+                                              const unsigned (&rest)[kHeadTiles][4], const unsigned char* low, const unsigned char* high) {
+  const uint4 a = load128(low), b = load128(high), e = load128(low + 8 * kRowBytes), f = load128(high + 8 * kRowBytes);
   const unsigned aw[4] = {a.x, a.y, a.z, a.w}, bw[4] = {b.x, b.y, b.z, b.w};
   const unsigned ew[4] = {e.x, e.y, e.z, e.w}, fw[4] = {f.x, f.y, f.z, f.w};
+  unsigned x[8], y[8];
 #pragma unroll
-  for (int w = 0; w < 4; ++w)
+  for (int n = 0; n < 8; ++n) {
+    x[n] = __byte_perm(aw[n / 2], bw[n / 2], n & 1 ? 0x7632 : 0x5410);
+    y[n] = __byte_perm(ew[n / 2], fw[n / 2], n & 1 ? 0x7632 : 0x5410);
+  }
+  // one part after the other: a sum's two mma wait for each other
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const unsigned x = __byte_perm(aw[w], bw[w], h ? 0x7632 : 0x5410), y = __byte_perm(ew[w], fw[w], h ? 0x7632 : 0x5410);
+  for (int m = 0; m < kHeadTiles; ++m)
 #pragma unroll
-      for (int m = 0; m < kHeadTiles; ++m) mma<true>(o[m][2 * w + h], p[m], x, y);
-    }
+    for (int n = 0; n < 8; ++n) mma<true>(o[m][n], upper[m], x[n], y[n]);
+#pragma unroll
+  for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < 8; ++n) mma<true>(o[m][n], rest[m], x[n], y[n]);
 }
 
 // What `from` points at, or `otherwise` for null: a predicated load, so that the loads around it need not wait for it.
@@ -501,14 +526,6 @@ __device__ __forceinline__ unsigned multiply_f16(unsigned a, unsigned b) {
   return *reinterpret_cast<const unsigned*>(&r);
 }
 
-// The shape of a step: 16 heads x two tiles, or 32 heads x one. In both, eight slots of 16 heads x 8 tokens.
-template <int kHeadTiles>
-struct Step {
-  static constexpr int kSpan = kHeadTiles == 1 ? 2 : 1;     // tiles
-  static constexpr int kAhead = kRing / kSpan - 1;          // steps that travel while one is computed
-  static constexpr int kSlots = kHeadTiles == 1 ? 4 : 2;    // groups of 8 tokens that a warp makes scores of
-};
-
 // What a warp carries from step to step: its group's output sums, and of the two rows that a lane's probabilities belong to
 // (w and w + 8 of the head tile) the softmax's reference and this lane's part of its sum.
 template <int kHeadTiles>
@@ -523,69 +540,140 @@ struct State {
 // its group's values. `look_up` and `list` keep the list of tokens filled; `last` is called once, when half of the ring
 // (16 heads) or all of it (32) is not needed any more.
 template <bool kScaled, int kHeadTiles, class LookUp, class List, class Last>
-__device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHeadTiles>& q, State<kHeadTiles>& state,
+__device__ __forceinline__ void attend(Smem<kHeadTiles>& sm, const Lane& t, const Query<kHeadTiles>& q, State<kHeadTiles>& state,
                                        const float (&row_scale)[2], int count, int base, const Gather& gather,
                                        LookUp look_up, List list, Last last) {
   using S = Step<kHeadTiles>;
   const int steps = (count + S::kSpan - 1) / S::kSpan, quarter = t.warp >> 1, half = t.warp & 1;
   // lane n takes care of token n's value scale: at column quad n & 3 for low columns, crosswise for high ones
-  const int quad = t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3, place = 2 * (t.lane >> 3) + (t.lane >> 2 & 1);
+  const int quad = t.lane & 4 ? (t.lane & 3) ^ 1 : t.lane & 3, column = 2 * (t.lane >> 3) + (t.lane >> 2 & 1);
   // this lane's part of the softmax: columns 2c and 2c + 1 of a slot
   const int slot = t.lane >> 2, head_tile = kHeadTiles == 1 ? 0 : slot >> 2;
+  // where this lane's keys, values and scores begin: rows have their chunks swapped in twos
+  const int key_row = row_of_column(t.g);
+  const int keys = kept(key_row * kRowBytes + swizzle(key_row, 8 * quarter + t.c) * 16);
+  const int value_at = t.warp < 7 ? swizzle(t.c, 4 * t.warp + (t.g >> 1)) * 16 + (t.g & 1) * 8 : swizzle(t.c, 28 + t.g) * 16;
+  const int low_values = kept(value_at + t.c * kRowBytes), high_values = kept(value_at + (4 + (t.c ^ 1)) * kRowBytes);
+  const int low_scales = kept(t.c * kScaleBytes + 2 * quarter), high_scales = kept((4 + (t.c ^ 1)) * kScaleBytes + 2 * quarter);
+  const int place = kept((4 * t.warp + t.c + 4 * slot) & 31);
   float(&o)[kHeadTiles][8][4] = state.o;
   float(&top)[2] = state.top;
   int index = -1;
+  bool refill = false;
+
+  auto values = [&](int i) {
+    const int tile = i * S::kSpan;
+    auto stage_of = [&](int n) { return (tile + n + base) & (kRing - 1); };
+    // rows that were never gathered may hold NaN
+    const bool whole = S::kSpan == 1 || tile + 1 < count;
+    auto fragment_of = [](int m, int s) { return kHeadTiles == 1 ? s : 2 * m + s; };
+    auto tokens_of = [&](int s) { return sm.raw[stage_of(s >> 1)] + 16 * (s & 1) * kRowBytes; };
+    if (t.warp < 7) {
+      Values v[2 * S::kSpan];
+#pragma unroll
+      for (int s = 0; s < 2 * S::kSpan; ++s) v[s] = load_values(tokens_of(s) + low_values, tokens_of(s) + high_values);
+      const uint4* factors = reinterpret_cast<const uint4*>(sm.value_factor[t.warp][t.c]);
+#pragma unroll
+      for (int s = 0; s < 2 * S::kSpan; ++s) {
+        if (s == 2 && !whole) break;
+        unsigned p[kHeadTiles][4];
+        const uint4 f = factors[s >> 1];
+        const unsigned f0 = s & 1 ? f.z : f.x, f1 = s & 1 ? f.w : f.y;
+#pragma unroll
+        for (int m = 0; m < kHeadTiles; ++m) {
+          const int fragment = fragment_of(m, s);
+          const uint4 v = sm.prob_f16[fragment][(t.lane + 4 * fragment) & 31];
+          p[m][0] = multiply_f16(v.x, f0), p[m][1] = multiply_f16(v.y, f0);
+          p[m][2] = multiply_f16(v.z, f1), p[m][3] = multiply_f16(v.w, f1);
+        }
+        multiply(o, p, v[s]);
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < 2 * S::kSpan; ++s) {
+        if (s == 2 && !whole) break;
+        unsigned upper[kHeadTiles][4], rest[kHeadTiles][4];
+#pragma unroll
+        for (int m = 0; m < kHeadTiles; ++m)
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const uint4 v = sm.prob_bf16(2 * fragment_of(m, s) + k, t.lane);
+            upper[m][2 * k] = v.x, upper[m][2 * k + 1] = v.y, rest[m][2 * k] = v.z, rest[m][2 * k + 1] = v.w;
+          }
+        multiply_rope(o, upper, rest, tokens_of(s) + low_values, tokens_of(s) + high_values);
+      }
+    }
+  };
+
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     const int tile = i * S::kSpan;
     auto stage_of = [&](int n) { return (tile + n + base) & (kRing - 1); };
-    if (kHeadTiles == 1 && i == steps - 1) last();
-    // the rows of the step before are free
-    if (i > 0) {
+    // the copies of a later step, once the rows of the step before are free
+    auto copy_ahead = [&] {
+      if (i == 0) return;
 #pragma unroll
       for (int n = 0; n < S::kSpan; ++n) {
         const int next = tile + S::kAhead * S::kSpan + n;
         if (next < count) gather(next, stage_of(S::kAhead * S::kSpan + n));
       }
       copy_commit();
+    };
+    if (kHeadTiles == 1 && i == steps - 1) last();
+    if constexpr (S::kOverlap) {
+      if (refill) list(sm.work, tile - S::kSpan + kListed, index);
+    } else {
+      copy_ahead();
     }
     // every fourth tile four more are listed: looked up here, written behind the barriers that follow the rows' last use
-    const bool refill = t.warp < 4 && (tile & 3) == 0 && tile + kListed < count;
+    refill = t.warp < 4 && (tile & 3) == 0 && tile + kListed < count;
     if (refill) index = look_up(sm.work, tile + kListed);
+
+    if (S::kOverlap && i > 0) {
+      values(i - 1);
+      // the factors are all read
+      __syncwarp();
+    }
 
     // --- scores ---
     const int own = S::kSpan == 2 ? half : 0;  // this warp's tile of the step
     if (S::kSpan == 1 || tile + own < count) {
       const int skip = S::kSpan == 2 ? 0 : 16 * half;
       const unsigned char* tokens = sm.raw[stage_of(own)] + skip * kRowBytes;
-      const unsigned char* scale = sm.scales[stage_of(own)] + skip * kScaleBytes + 2 * quarter;
+      const unsigned char* scale = sm.scales[stage_of(own)] + skip * kScaleBytes;
       float a[kHeadTiles][S::kSlots][4], b[kHeadTiles][S::kSlots][4];
       if constexpr (kScaled) {
         if (quarter < 3) {
-          scores_scaled<false>(a, q, tokens, scale, t, 8 * quarter);
+          scores_scaled<false>(a, q, tokens + keys, scale + 2 * quarter, t);
         } else {
-          scores_scaled<true>(a, q, tokens, scale, t, 8 * quarter);
+          scores_scaled<true>(a, q, tokens + keys, scale + 2 * quarter, t);
         }
       } else {
         unsigned pairs[S::kSlots][2];
 #pragma unroll
         for (int n = 0; n < S::kSlots; ++n) {
-          pairs[n][0] = *reinterpret_cast<const unsigned short*>(scale + (8 * n + t.c) * kScaleBytes);
-          pairs[n][1] = *reinterpret_cast<const unsigned short*>(scale + (8 * n + 4 + (t.c ^ 1)) * kScaleBytes);
+          pairs[n][0] = *reinterpret_cast<const unsigned short*>(scale + 8 * n * kScaleBytes + low_scales);
+          pairs[n][1] = *reinterpret_cast<const unsigned short*>(scale + 8 * n * kScaleBytes + high_scales);
         }
         // 2^(byte - 127) times 1 + 2^-23, which all tokens share; so 255 is NaN, and 2^-127 becomes 0, which no score can tell
-        auto low = [](unsigned v) { return __uint_as_float((v << 23 & 0x7f800000u) | 1u); };
-        auto high = [](unsigned v) { return __uint_as_float((v << 15 & 0x7f800000u) | 1u); };
+        auto shifted = [](unsigned v, unsigned by) {
+          unsigned r;
+          asm("mad.lo.u32 %0, %1, %2, 1;" : "=r"(r) : "r"(v), "r"(by));
+          return __uint_as_float(r);
+        };
+        // the sign that the second byte leaves goes with fabsf, which costs nothing
+        auto low = [&](unsigned v) { return fabsf(shifted(v, 1u << 23)); };
+        auto high = [&](unsigned v) { return shifted(v & 0xff00u, 1u << 15); };
         if (quarter < 3) {
-          scores<false>(a, b, q, tokens, t, 8 * quarter);
+          scores<false>(a, b, q, tokens + keys);
 #pragma unroll
           for (int n = 0; n < S::kSlots; ++n)
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-              for (int m = 0; m < kHeadTiles; ++m) a[m][n][k] = a[m][n][k] * low(pairs[n][k & 1]) + b[m][n][k] * high(pairs[n][k & 1]);
+              for (int m = 0; m < kHeadTiles; ++m) a[m][n][k] = fmaf(b[m][n][k], high(pairs[n][k & 1]), a[m][n][k] * low(pairs[n][k & 1]));
         } else {
-          scores<true>(a, b, q, tokens, t, 8 * quarter);
+          scores<true>(a, b, q, tokens + keys);
 #pragma unroll
           for (int n = 0; n < S::kSlots; ++n)
 #pragma unroll
@@ -631,17 +719,18 @@ __device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHea
       // 2^(byte - largest + lift) in f16, 0 below 2^-14
 #pragma unroll
       for (int n = 0; n < S::kSpan; ++n)
-        sm.value_factor[t.warp][quad][place + 8 * n] =
+        sm.value_factor[t.warp][quad][column + 8 * n] =
             static_cast<unsigned short>(min(max(byte[n] - state.largest_scale + kLift + 15, 0), 30) << 10);
     }
     barrier();
+    if constexpr (S::kOverlap) copy_ahead();
 
     // --- probabilities ---
     float4 x;
     {
       float4 w[4];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) w[n] = sm.exchange[n][slot][(4 * t.warp + t.c + 4 * slot) & 31];
+      for (int n = 0; n < 4; ++n) w[n] = sm.exchange[n][slot][place];
       x.x = (w[0].x + w[1].x) + (w[2].x + w[3].x);
       x.y = (w[0].y + w[1].y) + (w[2].y + w[3].y);
       x.z = (w[0].z + w[1].z) + (w[2].z + w[3].z);
@@ -662,6 +751,8 @@ __device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHea
         m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, d));
         m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, d));
       }
+      // whole numbers: blocks that see other maxima then differ by powers of two, which f16 probabilities do not round
+      m0 = ceilf(m0), m1 = ceilf(m1);
       if (m0 > top[0] + kScoreSlack) {
         alpha0 = exp2_fast(top[0] - m0);
         top[0] = m0;
@@ -680,12 +771,17 @@ __device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHea
     {
       const int fragment = slot >> 1, at = (4 * t.warp + t.c + 4 * fragment) & 31;
       reinterpret_cast<uint2*>(&sm.prob_f16[fragment][at])[slot & 1] = make_uint2(pack<false>(x.x, x.y), pack<false>(x.z, x.w));
-      reinterpret_cast<uint2*>(&sm.prob_bf16[fragment][at])[slot & 1] = make_uint2(pack<true>(x.x, x.y), pack<true>(x.z, x.w));
+      // bf16 and what it leaves: no value of one token may be off by 2^-9. Scores that they replace were this lane's to read.
+      const unsigned upper0 = pack<true>(x.x, x.y), upper1 = pack<true>(x.z, x.w);
+      const unsigned rest0 = pack<true>(x.x - __uint_as_float(upper0 << 16), x.y - __uint_as_float(upper0 & 0xffff0000u));
+      const unsigned rest1 = pack<true>(x.z - __uint_as_float(upper1 << 16), x.w - __uint_as_float(upper1 & 0xffff0000u));
+      sm.prob_bf16(slot, 4 * t.warp + t.c) = make_uint4(upper0, upper1, rest0, rest1);
     }
     if ((t.lane & (kHeadTiles == 1 ? 31 : 15)) == 0) {
       sm.alpha[16 * head_tile + t.warp] = alpha0;
       sm.alpha[16 * head_tile + t.warp + 8] = alpha1;
     }
+    if (S::kOverlap && i + 1 < steps) copy_wait<S::kAhead - 1>();
     if (barrier_any(moved)) {
 #pragma unroll
       for (int m = 0; m < kHeadTiles; ++m) {
@@ -697,52 +793,16 @@ __device__ __forceinline__ void attend(Smem& sm, const Lane& t, const Query<kHea
       }
     }
 
-    // --- values ---
-    if (refill) list(sm.work, tile + kListed, index);
-    // rows that were never gathered may hold NaN
-    const bool whole = S::kSpan == 1 || tile + 1 < count;
-    auto fragments = [&](unsigned(&p)[kHeadTiles][4], const uint4(*from)[32], int s) {
-#pragma unroll
-      for (int m = 0; m < kHeadTiles; ++m) {
-        const int fragment = kHeadTiles == 1 ? s : 2 * m + s;
-        const uint4 v = from[fragment][(t.lane + 4 * fragment) & 31];
-        p[m][0] = v.x, p[m][1] = v.y, p[m][2] = v.z, p[m][3] = v.w;
+    if constexpr (!S::kOverlap) {
+      if (refill) list(sm.work, tile + kListed, index);
+      values(i);
+      if (i + 1 < steps) {
+        copy_wait<S::kAhead - 1>();
+        barrier();
       }
-    };
-    auto tokens_of = [&](int s) { return sm.raw[stage_of(s >> 1)] + 16 * (s & 1) * kRowBytes; };
-    if (t.warp < 7) {
-      Values v[2 * S::kSpan];
-#pragma unroll
-      for (int s = 0; s < 2 * S::kSpan; ++s) v[s] = load_values(tokens_of(s), t);
-      const uint4* factors = reinterpret_cast<const uint4*>(sm.value_factor[t.warp][t.c]);
-#pragma unroll
-      for (int s = 0; s < 2 * S::kSpan; ++s) {
-        if (s == 2 && !whole) break;
-        unsigned p[kHeadTiles][4];
-        fragments(p, sm.prob_f16, s);
-        const uint4 f = factors[s >> 1];
-        const unsigned f0 = s & 1 ? f.z : f.x, f1 = s & 1 ? f.w : f.y;
-#pragma unroll
-        for (int m = 0; m < kHeadTiles; ++m) {
-          p[m][0] = multiply_f16(p[m][0], f0), p[m][1] = multiply_f16(p[m][1], f0);
-          p[m][2] = multiply_f16(p[m][2], f1), p[m][3] = multiply_f16(p[m][3], f1);
-        }
-        multiply(o, p, v[s]);
-      }
-    } else {
-#pragma unroll
-      for (int s = 0; s < 2 * S::kSpan; ++s) {
-        if (s == 2 && !whole) break;
-        unsigned p[kHeadTiles][4];
-        fragments(p, sm.prob_bf16, s);
-        multiply_rope(o, p, tokens_of(s), t);
-      }
-    }
-    if (i + 1 < steps) {
-      copy_wait<S::kAhead - 1>();
-      barrier();
     }
   }
+  if (S::kOverlap && steps > 0) values(steps - 1);
 #pragma unroll
   for (int d = 1; d < (kHeadTiles == 1 ? 32 : 16); d *= 2) {
     state.sum[0] += __shfl_xor_sync(~0u, state.sum[0], d);
@@ -794,7 +854,7 @@ __device__ __forceinline__ void push(unsigned to, unsigned barrier, float v) {
 template <bool kScaled, int kCluster, int kHeadTiles>
 __device__ __forceinline__ void decode(const Params& p) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Smem& sm = *reinterpret_cast<Smem*>(memory);
+  Smem<kHeadTiles>& sm = *reinterpret_cast<Smem<kHeadTiles>*>(memory);
   constexpr int kHeads = 16 * kHeadTiles;
   Lane t;
   t.lane = threadIdx.x & 31;
@@ -847,7 +907,7 @@ __device__ __forceinline__ void decode(const Params& p) {
     const unsigned char* scale = page + (static_cast<long long>(kRowBytes) << shift) + offset * kScaleBytes;
     if (index < 0) at = scale = reinterpret_cast<const unsigned char*>(kZeroRow);
     sm.row_at[j % kListed][t.lane] = reinterpret_cast<unsigned long long>(at);
-    sm.scale_at[j % kListed][t.lane] = reinterpret_cast<unsigned long long>(scale);
+    sm.scale_behind[j % kListed][t.lane] = static_cast<int>(scale - at);
     const unsigned mask = __ballot_sync(~0u, index >= 0);
     if (t.lane == 0) sm.valid[j % (2 * kListed)] = mask;
   };
@@ -879,7 +939,7 @@ __device__ __forceinline__ void decode(const Params& p) {
   const int mine = (kUnits - rank + kCluster - 1) / kCluster;
   float4* received = reinterpret_cast<float4*>(&sm.raw[0][0]);
   Side<kHeadTiles>* sides = reinterpret_cast<Side<kHeadTiles>*>(&sm.row_at[0][0]);
-  static_assert(kCluster * kMost * 1024 <= sizeof(Smem::raw) / (kHeadTiles == 1 ? 2 : 1), "sums of the cluster's blocks reuse the ring");
+  static_assert(kCluster * kMost * 1024 <= sizeof(sm.raw) / (kHeadTiles == 1 ? 2 : 1), "sums of the cluster's blocks reuse the ring");
   const unsigned arrived = smem_address(&sm.arrived);
   if (kCluster > 1 && threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(arrived) : "memory");
@@ -1017,7 +1077,7 @@ __device__ __forceinline__ void decode(const Params& p) {
   }
 
   constexpr int kPairs = kGroups * kHeads;
-  float* weights = reinterpret_cast<float*>(sm.exchange);
+  float* weights = reinterpret_cast<float*>(sm.exchange[1]);
   auto record = [&](int n) -> float* { return p.partial + ((slot + n) * gridDim.y + blockIdx.y) * (kHeadTiles * kRecordFloats); };
   // each block keeps a copy of exponents and sums, so that a slice depends on blocks of its own rank alone
   const int side = kHeads * 512 + rank * (kHeadTiles * kRecordSide);
@@ -1234,11 +1294,12 @@ int with_form(int cluster, int head_tiles, bool scaled, What what) {
 }
 
 // A launch's configuration; the attribute has to live as long.
+template <int kHeadTiles>
 cudaLaunchConfig_t configuration(int cluster, int units, int head_blocks, cudaStream_t stream, cudaLaunchAttribute& attribute) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(units) * cluster, head_blocks);
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Smem);
+  config.dynamicSmemBytes = smem_bytes<kHeadTiles>();
   config.stream = stream;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = cluster;
@@ -1263,7 +1324,7 @@ cudaError_t prepare() {
     if (error == cudaSuccess && attributes.binaryVersion < 120) error = cudaErrorNoKernelImageForDevice;
     if (error != cudaSuccess) return error;
   }
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes<kHeadTiles>());
   if (error == cudaSuccess && device < 64) ready[device] = true;
   return error;
 }
@@ -1274,7 +1335,7 @@ cudaError_t launch(const Params& p, int units, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
   const int head_blocks = (p.heads + 16 * kHeadTiles - 1) / (16 * kHeadTiles);
-  const cudaLaunchConfig_t config = configuration(kCluster, units, head_blocks, stream, attribute);
+  const cudaLaunchConfig_t config = configuration<kHeadTiles>(kCluster, units, head_blocks, stream, attribute);
   return cudaLaunchKernelEx(&config, kernel_of<kScaled, kCluster, kHeadTiles>(), p);
 }
 
@@ -1287,12 +1348,12 @@ cudaError_t active_clusters(int* found) {
     int device = 0, sms = 0, blocks = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, sizeof(Smem));
+    const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, smem_bytes<1>());
     *found = sms * blocks;
     return e;
   } else {
     cudaLaunchAttribute attribute = {};
-    const cudaLaunchConfig_t config = configuration(kCluster, 1, 1, nullptr, attribute);
+    const cudaLaunchConfig_t config = configuration<1>(kCluster, 1, 1, nullptr, attribute);
     return cudaOccupancyMaxActiveClusters(found, kernel, &config);
   }
 }
@@ -1306,7 +1367,7 @@ bool scope_is_sound(const Scope& s) {
 
 // Sizes that the caller needs for its buffers: 0 ints of an item, 1 floats of a record, 2 tokens of a tile.
 DSV4_EXPORT int dsv4_sparse_mla_constant(int what) {
-  constexpr int values[] = {kItemInts, kRecordFloats, kTile, kThreads, static_cast<int>(sizeof(Smem))};
+  constexpr int values[] = {kItemInts, kRecordFloats, kTile, kThreads, smem_bytes<1>()};
   return what >= 0 && what < 5 ? values[what] : dsv4::kBadArgument;
 }
 
@@ -1369,6 +1430,7 @@ DSV4_EXPORT int dsv4_sparse_mla_capture_id(void* stream, unsigned long long* id)
 }
 
 #define DSV4_LIMITS(size)                                                        \
-  dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi" #size "ELi1E"), \
-      dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decodeILi" #size "ELi2E"), dsv4::limit<kThreads, sizeof(Smem)>("sparse_mla_decode_scaledILi" #size "E"),
+  dsv4::limit<kThreads, smem_bytes<1>()>("sparse_mla_decodeILi" #size "ELi1E"),     \
+      dsv4::limit<kThreads, smem_bytes<2>()>("sparse_mla_decodeILi" #size "ELi2E"), \
+      dsv4::limit<kThreads, smem_bytes<1>()>("sparse_mla_decode_scaledILi" #size "E"),
 DSV4_KERNELS(DSV4_CLUSTERS(DSV4_LIMITS) dsv4::limit<kPlanThreads, 0>("sparse_mla_plan"))

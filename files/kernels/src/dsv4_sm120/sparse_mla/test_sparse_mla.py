@@ -16,9 +16,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 import dsv4_sm120.sparse_mla as mla  # noqa: E402
 from dsv4_sm120 import _lib, operation  # noqa: E402
-from dsv4_sm120.sparse_mla import hook, reference  # noqa: E402
-
-SCALE = 512**-0.5
+from dsv4_sm120.sparse_mla import contest, hook, reference  # noqa: E402
+from dsv4_sm120.sparse_mla.contest import SCALE, SCOPES, expected  # noqa: E402
 
 
 def _no_gpu() -> str:
@@ -79,29 +78,8 @@ def attend(query: list[float], tokens: list[list[float]], sink: float | None) ->
     return [s / share for s in sums], top + math.log(total)
 
 
-def make_case(rows, heads, scopes, seed=0, device="cpu", holes=0.1, sink=True, pitch_extra=0, spread=2, lengths=None):
-    """Returns keyword arguments of sparse_mla_decode for scopes of (page tokens, pages, width)."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    q = torch.randn(rows, heads, 512, device=device, generator=generator).to(torch.bfloat16)
-    case = {"q": q, "attn_sink": torch.randn(heads, device=device, generator=generator) if sink else None}
-    names = (("k_cache", "indices", "topk_length"), ("extra_k_cache", "extra_indices", "extra_topk_length"))
-    for number, (tokens, pages, width) in enumerate(scopes):
-        pitch = reference.page_bytes(tokens) + pitch_extra
-        cache = reference.random_cache(pages, tokens, pitch, device, spread, generator)
-        indices = torch.randint(0, pages * tokens, (rows, width), device=device, generator=generator).int()
-        indices[torch.rand(rows, width, device=device, generator=generator) < holes] = -1
-        length = torch.randint(0, width + 1, (rows,), device=device, generator=generator).int()
-        if lengths is not None:
-            length = torch.tensor(lengths[number], device=device, dtype=torch.int32)
-        case.update(zip(names[number], (cache, indices, length)))
-    return case
-
-
-def expected(case):
-    scopes = [(case["k_cache"], case["indices"], case["topk_length"])]
-    if case.get("extra_k_cache") is not None:
-        scopes.append((case["extra_k_cache"], case["extra_indices"], case["extra_topk_length"]))
-    return reference.attention(case["q"], scopes, case["attn_sink"])
+def cpu_case(*shape, **options):
+    return contest.case(*shape, **options, device="cpu")
 
 
 # --- CPU: the reference and the bytes --------------------------------------------------------------------------------------
@@ -153,7 +131,7 @@ def test_quantise_round_trip():
 @pytest.mark.parametrize("sink", [True, False])
 def test_reference_against_bytes_and_plain_floats(scopes, sink):
     """Hazards 1, 3, 17, 18: the sink once, -1 anywhere, no rotation, V is all 512 values."""
-    case = make_case(3, 2, scopes, seed=len(scopes), holes=0.3, sink=sink)
+    case = cpu_case(3, 2, scopes, seed=len(scopes), holes=0.3, sink=sink)
     out, lse = expected(case)
     for row, head in itertools.product(range(3), range(2)):
         tokens = []
@@ -171,7 +149,7 @@ def test_reference_against_bytes_and_plain_floats(scopes, sink):
 
 def test_reference_empty_rows():
     """Hazards 2, 5: no valid token gives 0 and -inf, with a sink as well; also when entries exist but all are -1."""
-    case = make_case(3, 4, [(64, 2, 32)], lengths=[[0, 32, 5]])
+    case = cpu_case(3, 4, [(64, 2, 32)], lengths=[[0, 32, 5]])
     case["indices"][1:] = -1
     out, lse = expected(case)
     assert (out == 0).all() and (lse == -math.inf).all()
@@ -179,7 +157,7 @@ def test_reference_empty_rows():
 
 def test_reference_ignores_what_masked_entries_point_at():
     """Hazard 4: slots of NaN behind entries beyond the length."""
-    case = make_case(2, 4, [(64, 2, 32)], holes=0, lengths=[[16, 0]])
+    case = cpu_case(2, 4, [(64, 2, 32)], holes=0, lengths=[[16, 0]])
     want = expected(case)[0]
     rows, scales = reference.sections(case["k_cache"])
     unused = sorted(set(range(128)) - set(case["indices"][0, :16].tolist()))
@@ -243,10 +221,11 @@ def test_launch_shape(chip):
         shapes = [mla.launch_shape(n, heads, (128, width), chip) for n in rows]
         return [(s.cluster, s.head_tiles) if heads > 16 else s.cluster for s in shapes]
 
-    assert forms(H200, 16, 512, (1, 15, 16, 22, 23, 31, 40, 66, 67, 132)) == [8, 8, 5, 5, 4, 3, 2, 2, 1, 1]
+    assert forms(H200, 16, 512, (1, 15, 16, 22, 23, 31, 40, 66, 67, 132)) == [8, 8, 5, 5, 4, 3, 2, 2, 3, 1]
     assert forms(H200, 16, 0, (1, 30, 31, 66, 67)) == [4, 4, 3, 2, 1]
     assert forms(H200, 16, 4096, (1, 8, 16, 64)) == [8, 6, 6, 2]
-    assert forms(H200, 64, 512, (1, 4, 8, 64)) == [(8, 1), (5, 1), (6, 2), (1, 2)]
+    assert forms(H200, 64, 512, (1, 4, 8, 64)) == [(8, 1), (5, 1), (3, 1), (1, 2)]
+    assert forms(H200, 64, 4096, (1, 8, 16, 64)) == [(8, 1), (6, 2), (2, 2), (1, 2)]
     assert forms(SM120, 16, 512, (20, 21, 44, 45, 94, 95)) == [8, 4, 4, 2, 2, 1]
     forced = mla.launch_shape(8, 64, (128, 512), H200, cluster=4, head_tiles=1)
     assert (forced.cluster, forced.head_tiles, forced.head_blocks) == (4, 1, 4)
@@ -299,7 +278,8 @@ def joined(upper, lower, exponent):
 
 
 def model(case, cluster, units, scaled=False):
-    """The kernel's numbers: steps of 64 tokens, lazily moved references of rows and of groups' scales, f16 probabilities, merge."""
+    """The kernel's numbers: steps of 64 tokens, lazily moved references of rows (whole numbers) and of groups' scales, f16
+    probabilities, merge."""
     q, log2e, lift = case["q"].float(), math.log2(math.e), 10
     if scaled:
         q = torch.cat([joined(*reference.split_query(case["q"][..., :448])), q[..., 448:]], -1)
@@ -334,7 +314,7 @@ def model(case, cluster, units, scaled=False):
                 sums[:, :7] *= torch.exp2(largest - now).view(1, 7, 1)
                 largest = now
                 m = score[:, at].amax(1)
-                new = torch.where(m > top + 3, m, top)
+                new = torch.where(m > top + 3, m.ceil(), top)
                 total, sums = total * torch.exp2(top - new), sums * torch.exp2(top - new).view(-1, 1, 1)
                 top = new
                 p = torch.exp2(score[:, at] - top.unsqueeze(1))
@@ -344,7 +324,8 @@ def model(case, cluster, units, scaled=False):
                 scaled = p.half().unsqueeze(2) * factor
                 assert scaled.isfinite().all()
                 sums[:, :7] += torch.einsum("htg,tgd->hgd", scaled.float(), k[at, :7])
-                sums[:, 7] += torch.einsum("ht,td->hd", p.bfloat16().float(), k[at, 7])
+                upper = p.bfloat16().float()
+                sums[:, 7] += torch.einsum("ht,td->hd", upper + (p - upper).bfloat16().float(), k[at, 7])
             shift = torch.cat([largest - 127 - lift, torch.zeros(1)])
             parts.append((top, top.unsqueeze(1) + shift, total, sums))
         top, tops = (torch.stack([part[n] for part in parts]).amax(0) for n in (0, 1))
@@ -362,13 +343,23 @@ def model(case, cluster, units, scaled=False):
 def test_model_of_the_kernel(cluster, units, spread, scaled):
     """Scales relative to the largest of their group lose nothing, be they 2^32 apart: the engine's are at most 2^20. Nor do
     queries in two e4m3 parts."""
-    case = make_case(4, 16, [(256, 1, 128), (64, 16, 512)], seed=3, spread=spread, lengths=[[128, 77, 0, 1], [512, 300, 0, 0]])
+    case = cpu_case(4, 16, [(256, 1, 128), (64, 16, 512)], seed=3, spread=spread, lengths=[[128, 77, 0, 1], [512, 300, 0, 0]])
     if spread > 2:
         # keep the scores in range: a softmax over one token tests nothing
         case["q"] = case["q"] * 2.0 ** -spread
     out, (want, _) = model(case, cluster, units, scaled), expected(case)
     assert ((out.double() - want).norm() / want.norm()).item() < 1.85e-3
     assert (out[2] == 0).all()
+
+
+@pytest.mark.parametrize("scopes", [[(256, 1, 128)], [(256, 1, 128), (64, 16, 512)]])
+@pytest.mark.parametrize("cluster,units", [(2, 1), (5, 1), (8, 3)])
+def test_model_is_the_same_in_every_split(scopes, cluster, units):
+    """References that are whole numbers make every rescaling exact: only the order of fp32 sums is left of a split, which now
+    and then flips a bf16 rounding. (With the maxima themselves f16 rounds otherwise in each split: 0.9e-3 to 1.2e-3.)"""
+    case = cpu_case(4, 16, scopes, seed=3, holes=0, lengths=[[width] * 4 for _tokens, _pages, width in scopes])
+    one, many = model(case, 1, 1).double(), model(case, cluster, units).double()
+    assert ((one - many).norm() / one.norm()).item() < 1e-4
 
 
 # --- CPU: the block-scaled form ---------------------------------------------------------------------------------------------
@@ -411,7 +402,7 @@ def mma_scaled(a, b, scale_a, scale_b, byte_a, byte_b):
 def test_block_scaled_fragments():
     """The registers that the block-scaled form gives to the mma are the scores of 16 heads and 8 tokens over two groups: by lanes,
     bytes and the instruction's definition against plain products."""
-    case = make_case(1, 16, [(64, 1, 8)], seed=5, holes=0, lengths=[[8]])
+    case = cpu_case(1, 16, [(64, 1, 8)], seed=5, holes=0, lengths=[[8]])
     q, tokens = case["q"][0], reference.gather(case["k_cache"], torch.arange(8))
     rows, scales = (s[0] for s in reference.sections(case["k_cache"]))
     upper, lower, exponent = reference.split_query(q[:, :448])
@@ -530,27 +521,10 @@ def run(case, **options):
     return out, lse
 
 
-def compare(case, error=1.85e-3, **options):
+def compare(case, **options):
     out, lse = run(case, **options)
-    want, want_lse = expected(case)
-    assert not out.isnan().any()
-    assert ((out.double() - want).norm() / want.norm().clamp(min=1e-30)).item() < error
-    empty = want_lse == -math.inf
-    assert torch.equal(lse == -math.inf, empty) and (out[empty] == 0).all()
-    if not empty.all():
-        # float32 itself, where scores are in the thousands
-        bound = (want_lse.abs() * 2e-6).clamp(min=1e-3)
-        assert ((lse.double() - want_lse).abs() < bound)[~empty].all()
+    assert (found := contest.fault((out, lse), expected(case))) is None, found
     return out
-
-
-SCOPES = {
-    "swa": [(256, 40, 128)],
-    "c4": [(256, 40, 128), (64, 300, 512)],
-    "c4-direct": [(64, 160, 128), (64, 300, 512)],
-    "c128": [(256, 40, 128), (2, 9000, 512)],
-    "c128-long": [(256, 40, 128), (2, 9000, 4096)],
-}
 
 
 @gpu
@@ -558,42 +532,42 @@ SCOPES = {
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("rows", [1, 3, 16, 65])
 def test_random_shapes(scopes, heads, rows):
-    compare(make_case(rows, heads, SCOPES[scopes], seed=rows + heads, device="cuda"))
+    compare(contest.case(rows, heads, SCOPES[scopes], seed=rows + heads))
 
 
 @gpu
 @pytest.mark.parametrize("cluster", mla.CLUSTERS)
 def test_splits_agree(cluster):
-    """Splits 1 against n: 1e-3 as a whole, 1e-3 or one bf16 step in each value; bit-equal from run to run."""
-    case = make_case(5, 16, SCOPES["c128-long"], seed=9, device="cuda", lengths=[[128, 1, 0, 128, 60], [4096, 4000, 17, 0, 2048]])
+    """Splits 1 against n: 2e-4 as a whole, one bf16 step in each value; bit-equal from run to run."""
+    case = contest.case(5, 16, SCOPES["c128 long"], seed=9, lengths=[[128, 1, 0, 128, 60], [4096, 4000, 17, 0, 2048]])
     out = compare(case, cluster=cluster)
     for _ in range(20):
         assert torch.equal(run(case, cluster=cluster)[0], out)
     one = run(case, cluster=1)[0].float()
-    assert ((one - out.float()).norm() / one.norm()).item() < 1e-3
-    assert ((one - out.float()).abs() <= one.abs() * 2.0**-7 + 1e-3).all()
+    assert ((one - out.float()).norm() / one.norm()).item() < 2e-4
+    assert ((one - out.float()).abs() <= one.abs() * 2.0**-7 + 1e-6).all()
 
 
 @gpu
 @pytest.mark.parametrize("cluster", mla.CLUSTERS)
-@pytest.mark.parametrize("scopes", ["swa", "c4", "c128-long"])
+@pytest.mark.parametrize("scopes", ["swa", "c4", "c128 long"])
 def test_head_tiles_agree(cluster, scopes):
     """Blocks of 16 heads and of 32 give the same, whatever the cluster."""
-    case = make_case(3, 64, SCOPES[scopes], seed=4, device="cuda")
+    case = contest.case(3, 64, SCOPES[scopes], seed=4)
     one, two = (compare(case, cluster=cluster, head_tiles=n).float() for n in (1, 2))
-    assert ((one - two).norm() / one.norm()).item() < 1e-3
+    assert ((one - two).norm() / one.norm()).item() < 2e-4
 
 
 @gpu
 def test_many_rows():
-    compare(make_case(700, 16, [(256, 40, 128), (64, 300, 64)], device="cuda"))
+    compare(contest.case(700, 16, [(256, 40, 128), (64, 300, 64)]))
 
 
 @gpu
 def test_hazards_1_2_3_5_6():
     """Sink once; empty rows; -1 inside the length, also as the only entry (C4 lengths are clamped to >= 1); whole tiles of
     -1; padded rows (index 0, length 1, extra -1)."""
-    case = make_case(6, 16, SCOPES["c4"], device="cuda", lengths=[[128, 0, 1, 1, 128, 128], [512, 0, 1, 1, 512, 1]])
+    case = contest.case(6, 16, SCOPES["c4"], lengths=[[128, 0, 1, 1, 128, 128], [512, 0, 1, 1, 512, 1]])
     case["indices"][2], case["extra_indices"][2] = 0, -1
     case["indices"][3], case["extra_indices"][3] = -1, -1
     case["indices"][4, :70] = -1
@@ -607,39 +581,31 @@ def test_hazards_1_2_3_5_6():
 
 
 @gpu
-def test_hazards_4_14_15_nan_around():
-    """Masked entries point at NaN; bytes no token owns are 0xFF; a NaN that is listed comes out, in its row alone."""
-    case = make_case(3, 16, SCOPES["c4"], device="cuda", holes=0, lengths=[[64, 64, 64], [100, 100, 100]])
-    for cache, indices in ((case["k_cache"], case["indices"]), (case["extra_k_cache"], case["extra_indices"])):
-        rows, scales = reference.sections(cache)
-        used = torch.unique(indices[:, : 64 if indices.shape[1] == 128 else 100].long())
-        unused = torch.ones(rows.shape[0] * rows.shape[1], dtype=torch.bool, device="cuda")
-        unused[used] = False
-        rows[unused.view(rows.shape[:2])] = 0xFF
-        scales[unused.view(rows.shape[:2])] = 0xFF
-        spare = int(unused.nonzero()[0])
-        indices[:, 64 if indices.shape[1] == 128 else 100 :] = spare
-    compare(case)
-    for place, value in ((5, 0x7F), (5, 0xFF), (447, 0x7F), ("scale", 255)):
-        bad = dict(case, k_cache=reference.empty_cache(40, 256, device="cuda"))
-        reference.sections(bad["k_cache"])[0].copy_(reference.sections(case["k_cache"])[0])
-        reference.sections(bad["k_cache"])[1].copy_(reference.sections(case["k_cache"])[1])
-        slot = int(case["indices"][1, 3])
-        others = torch.cat([case["indices"][0, :64], case["indices"][2, :64]]).tolist()
-        if slot in others:
-            continue
-        if place == "scale":
-            reference.sections(bad["k_cache"])[1][slot // 256, slot % 256, 4] = value
-        else:
-            reference.sections(bad["k_cache"])[0][slot // 256, slot % 256, place] = value
-        out, _ = run(bad)
-        assert out[1].isnan().any() and not out[0].isnan().any() and not out[2].isnan().any()
+def test_hazards_3_4_14_nan_behind():
+    assert (found := contest.holes()) is None, found
+
+
+@gpu
+@pytest.mark.parametrize("place,value", [(5, 0x7F), (5, 0xFF), (447, 0x7F), ("scale", 255)])
+def test_hazard_15_nan_comes_out(place, value):
+    """A NaN that is listed comes out, in its row alone."""
+    case = contest.case(3, 16, SCOPES["c4"], holes=0, lengths=[[64, 64, 64], [100, 100, 100]])
+    slot = 256 * 40 - 1
+    case["indices"].clamp_(max=slot - 1)
+    case["indices"][1, 3] = slot
+    rows, scales = reference.sections(case["k_cache"])
+    if place == "scale":
+        scales[-1, -1, 4] = value
+    else:
+        rows[-1, -1, place] = value
+    out, dummy = run(case)
+    assert out[1].isnan().any() and not out[0].isnan().any() and not out[2].isnan().any()
 
 
 @gpu
 def test_hazard_15_extreme_scales():
     """ue8m0 0 (2^-127) and exponents far apart within a group."""
-    case = make_case(2, 16, SCOPES["c4"], device="cuda", spread=16)
+    case = contest.case(2, 16, SCOPES["c4"], spread=16)
     case["q"] = case["q"] * 2.0**-16
     compare(case)
     reference.sections(case["k_cache"])[1][..., 2] = 0
@@ -668,7 +634,7 @@ def test_every_code_is_exact():
 @pytest.mark.parametrize("magnitude", [2.0**-20, 1.0, 2.0**10])
 def test_query_range(magnitude):
     """f16 query fragments are rescaled per head: small and large queries lose nothing."""
-    case = make_case(3, 16, SCOPES["c4"], device="cuda", holes=0)
+    case = contest.case(3, 16, SCOPES["c4"], holes=0)
     case["q"] = (case["q"].float() * magnitude * torch.exp2(torch.randint(-6, 6, (3, 16, 1), device="cuda").float())).bfloat16()
     compare(case)
 
@@ -676,7 +642,7 @@ def test_query_range(magnitude):
 @gpu
 def test_hazards_12_13_page_pitch_and_far_pages():
     """Pages interleaved with other layers' (pitch of 1,002,240 + 16 B and more), and rows past 4 GiB."""
-    case = make_case(4, 16, [(256, 8, 128), (64, 6000, 512)], device="cuda", pitch_extra=1_002_240 - 37_440 + 16)
+    case = contest.case(4, 16, [(256, 8, 128), (64, 6000, 512)], pitch=1_002_240 - 37_440 + 16)
     assert case["extra_k_cache"].stride(0) * 6000 > 2**32
     case["extra_indices"][:, :256] = torch.randint(64 * 5900, 64 * 6000, (4, 256), device="cuda").int()
     compare(case)
@@ -684,29 +650,8 @@ def test_hazards_12_13_page_pitch_and_far_pages():
 
 @gpu
 def test_hazard_10_replays_with_changing_lengths():
-    """Captured at length 1, replayed 10,000 times at others; equal to an eager run each 500 replays."""
-    case = make_case(6, 16, SCOPES["c128-long"], device="cuda", holes=0.02)
-    case["topk_length"].fill_(1), case["extra_topk_length"].fill_(1)
-    run(case)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        first = mla.sparse_mla_decode(**case)
-        # the second layer of the step reuses the plan
-        again = mla.sparse_mla_decode(**case)
-    generator = torch.Generator(device="cuda").manual_seed(1)
-    limit = torch.tensor([4097, 2, 600, 4097, 33, 4097], device="cuda")
-    for i in range(10_000):
-        random = torch.rand(6, device="cuda", generator=generator)
-        case["extra_topk_length"].copy_((random * limit).int())
-        case["topk_length"].copy_((random * 129).int())
-        graph.replay()
-        if i % 500 == 0:
-            assert torch.equal(first[0], again[0])
-            want, want_lse = expected(case)
-            assert ((first[0].double() - want).norm() / want.norm()).item() < 1.85e-3
-            eager = mla.sparse_mla_decode(**case)
-            assert torch.equal(eager[0], first[0]) and torch.equal(eager[1], first[1])
-    assert int(mla.workspace(case["q"].device).counters.abs().sum()) == 0
+    assert (found := contest.replays(10_000, 500)) is None, found
+    assert int(mla.workspace(torch.device("cuda")).counters.abs().sum()) == 0
 
 
 @gpu
@@ -733,7 +678,7 @@ def test_plan_kernel_equals_python():
 @gpu
 def test_stale_plan_is_right():
     """A plan made for other lengths costs time, not correctness."""
-    case = make_case(4, 16, SCOPES["c128-long"], device="cuda", lengths=[[128] * 4, [4096] * 4])
+    case = contest.case(4, 16, SCOPES["c128 long"], lengths=[[128] * 4, [4096] * 4])
     run(case)
     space = mla.workspace(case["q"].device)
     frozen, original = dict(space.plans), mla._plan
@@ -750,23 +695,16 @@ def test_stale_plan_is_right():
 
 @gpu
 def test_hazard_26_heads_do_not_mix():
-    """NaN in padded heads stays there."""
-    case = make_case(3, 64, SCOPES["c4"], device="cuda")
-    want = run(case)[0]
-    case["q"] = case["q"].clone()
-    case["q"][:, 13:16] = float("nan")
-    case["q"][:, 16:] = float("nan")
-    out = run(case)[0]
-    assert torch.equal(out[:, :13], want[:, :13]) and out[:, 13:].isnan().all()
+    assert (found := contest.padded_heads()) is None, found
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(NO_GPU) or torch.cuda.get_device_capability() != (12, 0), reason=NO_GPU or "needs compute capability 12.0")
-@pytest.mark.parametrize("scopes", ["swa", "c4", "c128-long"])
+@pytest.mark.parametrize("scopes", ["swa", "c4", "c128 long"])
 @pytest.mark.parametrize("cluster", mla.CLUSTERS)
 def test_block_scaled_form(scopes, cluster):
     """Scores by block-scaled mma keep the same bounds, queries of any size included; NaN and infinite ones stay in their head."""
-    case = make_case(5, 16, SCOPES[scopes], seed=6, device="cuda")
+    case = contest.case(5, 16, SCOPES[scopes], seed=6)
     case["q"] = (case["q"].float() * torch.exp2(torch.randint(-6, 6, (5, 16, 1), device="cuda").float())).bfloat16()
     compare(case, scaled=True, cluster=cluster)
     case["q"][:, 3], case["q"][:, 5, 70] = float("nan"), float("inf")
@@ -778,7 +716,7 @@ def test_block_scaled_form(scopes, cluster):
 @gpu
 @pytest.mark.skipif(bool(NO_GPU) or torch.cuda.get_device_capability() == (12, 0), reason="this GPU has block-scaled mma")
 def test_block_scaled_form_is_refused_elsewhere():
-    case = make_case(1, 16, SCOPES["swa"], device="cuda")
+    case = contest.case(1, 16, SCOPES["swa"])
     with pytest.raises(_lib.KernelError, match="no code for this GPU"):
         mla.sparse_mla_decode(**case, scaled=True)
 
@@ -786,7 +724,7 @@ def test_block_scaled_form_is_refused_elsewhere():
 @gpu
 def test_engine_call():
     """The engine's shapes: [rows, 1, heads, 512] in and out, lse [rows, heads, 1], strided q, e4m3 view, unknown arguments."""
-    case = make_case(3, 16, SCOPES["c4"], device="cuda")
+    case = contest.case(3, 16, SCOPES["c4"])
     wide = torch.randn(3, 1, 64, 512, device="cuda").bfloat16()
     wide[:, 0, :16] = case["q"]
     cache = case["k_cache"].view(torch.float8_e4m3fn)
