@@ -7,7 +7,7 @@
     measure.py compare ONE.json TWO.json    how two greedy runs agree (ONE with itself and --at-once 1 8: what batching alone does)
     measure.py speed NAME --context N       decode speed of one request
     measure.py profile NAME --context N     GPU time of a decode step by kernel
-    measure.py pair                         prefill, decode and router: topology_check, chat_probe, and a decode half killed in a stream
+    measure.py pair [--quick] [--kill]      prefill, decode and router: chat_probe, topology_check, and a decode half killed in a stream
     measure.py mtp NAME                     acceptance of the draft
 """
 
@@ -312,19 +312,25 @@ def pair(given) -> dict:
     before = looked.snapshot()
     first = chat(url, "What is 17*23?", 32)
     print(json.dumps(first)[:600])
-    options = probes.Options(base_url=url, api_key=servers.key(), model=plan["served_model_name"], repeat=1, timeout=given.timeout, max_tokens=given.max_tokens,
-                             context_length=plan["instances"]["decode"]["context_length"], role_ports={"prefill": 30000, "decode": 30002},
-                             workers=[{"name": one, "url": plan["instances"][one]["url"], "health_path": "/health"} for one in ("prefill", "decode")],
-                             readiness_path="/readiness")
-    suite = probes.Suite(options)
-    asked = [dict(check) for check in suite.run()]
-    print("chat_probe", json.dumps(suite.summary())[:800])
-    for check in asked:
-        print(f"  {check['status']:<12} {check['id']:<24} {check['reason']:<22} finish {check.get('finish')}  {check['evidence'][:160]}")
-    checks = [dict(check) for check in looked.check(before, suite.summary()["requests"])]
+    found: dict = {"first": first}
+    if given.quick:
+        found["answers"] = [chat(url, f"What is {number}*23?", 32, number % 2 == 1) for number in range(6)]
+        requests = 1 + len(found["answers"])
+    else:
+        options = probes.Options(base_url=url, api_key=servers.key(), model=plan["served_model_name"], repeat=1, timeout=given.timeout,
+                                 max_tokens=given.max_tokens, context_length=plan["instances"]["decode"]["context_length"],
+                                 role_ports={"prefill": 30000, "decode": 30002}, readiness_path="/readiness",
+                                 workers=[{"name": one, "url": plan["instances"][one]["url"], "health_path": "/health"} for one in ("prefill", "decode")])
+        suite = probes.Suite(options)
+        found["probes"] = [dict(check) for check in suite.run()]
+        found["summary"] = suite.summary()
+        requests = found["summary"]["requests"]
+        print("chat_probe", json.dumps(found["summary"])[:800])
+        for check in found["probes"]:
+            print(f"  {check['status']:<12} {check['id']:<24} {check['reason']:<22} finish {check.get('finish')}  {check['evidence'][:160]}")
+    found["topology"] = [dict(check) for check in looked.check(before, requests)]
     print("topology_check")
-    show_checks(checks)
-    found = {"first": first, "probes": asked, "summary": suite.summary(), "topology": checks}
+    show_checks(found["topology"])
     if given.kill:
         result: dict = {}
         thread = threading.Thread(target=lambda: result.update(chat(url, "Count from 1 to 2000.", 20000, True, 60)))
@@ -414,6 +420,7 @@ def main() -> int:
     one.add_argument("--timeout", type=float, default=120)
     one.add_argument("--max-tokens", type=int, default=64)
     one.add_argument("--kill", action="store_true")
+    one.add_argument("--quick", action="store_true", help="six chat completions in place of chat_probe")
     one = commands.add_parser("mtp")
     one.add_argument("name")
     given = parser.parse_args()
