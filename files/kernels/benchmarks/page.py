@@ -99,10 +99,11 @@ def bars(found: dict[str, list[dict[str, str]]]) -> list[str]:
 
 HEAD = """# Benchmarks
 
-Written by `python3 benchmarks/page.py benchmarks/results/h200-selection.md --out BENCHMARKS.md` from two runs of
-`{command}` on two machines: top-k alone
-is of the second, whose empty kernel costs 1.8 µs more, which flatters every ratio (the top-k before this one took 9.2 µs
-at 1 x 4k there, level with v2); all else is of the first, with the top-k of that time.
+Written by `python3 benchmarks/page.py benchmarks/results/h200-selection.md --out BENCHMARKS.md` from one run of
+`{command}`
+on one GPU, whose empty kernel costs 4.9 µs. Another machine of the kind, with 3.4 µs, gave the same kernels 1 to 1.5 µs less
+in every small cell, and their peers as well (`benchmarks/results/h200-selection-before.md`, where ours began every turn):
+26 times the torch fallback at 1 x 4k in place of 23.
 Sparse MLA's figures are in `src/dsv4_sm120/sparse_mla/BENCHMARKS.md`.
 
 CUDA-graph replay, L2 emptied before each replay, contestants interleaved, medians, microseconds. Page tables are 512k
