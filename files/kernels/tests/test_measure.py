@@ -316,6 +316,8 @@ def test_show_prints_choices_cells_and_who_was_absent(tree, deployment):
     assert "made       ours    pass       1         faster than the engine's own in 1 of 2 shapes" in out
     cells = [line for line in out.splitlines() if line.startswith("all, 4 rows, mixed tokens")]
     assert [cell.split("  ")[-1].strip() for cell in cells] == ["stock", "engine: RuntimeError: refused"]
+    assert [cell.split("  ")[1].split()[0] for cell in cells] == ["12.0", "6.0"] and "failed" in cells[1]
+    assert "failed: engine: RuntimeError: refused" in out.splitlines()
     assert "absent: deepgemm: ModuleNotFoundError" in out
 
 

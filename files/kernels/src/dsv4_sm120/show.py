@@ -45,13 +45,14 @@ def record(document: dict) -> str:
         )
     parts = ["\n".join(head), table(rows)]
     for name, cells in details.get("cells", {}).items():
-        names = list(dict.fromkeys(contestant for cell in cells for contestant in cell["median_us"]))
+        ran = {contestant: None for cell in cells for contestant in (*cell["median_us"], *cell.get("wrong", {}))}
+        names = sorted(ran, key=lambda contestant: contestant != "ours")
         lines = [[name, *names, "lead", "noise", "faster"]]
         for cell in cells:
             times = [
                 f"{cell['median_us'][one]:.1f} ±{cell['error_us'][one]:.1f}"
                 if one in cell["median_us"]
-                else "wrong"
+                else "failed"
                 if one in cell.get("wrong", {})
                 else ""
                 for one in names
@@ -59,6 +60,9 @@ def record(document: dict) -> str:
             figures = [f"{cell[key]:.1f}" if key in cell else "" for key in ("lead_us", "noise_us")]
             lines.append([cell["cell"], *times, *figures, cell.get("reason") or cell["winner"]])
         parts.append(table(lines))
+        failed = dict(item for cell in cells for item in cell.get("wrong", {}).items())
+        if failed:
+            parts.append("\n".join(f"failed: {contestant}: {reason}" for contestant, reason in failed.items()))
     if details.get("absent"):
         parts.append("\n".join(f"absent: {name}: {reason}" for name, reason in details["absent"].items()))
     return "\n\n".join(parts)
