@@ -165,8 +165,12 @@ def linked(root, name):
 
 
 def switch(root, name, identifier):
-    """Point a link to a release in one step."""
+    """Point a link to a release in one step; to None takes it away."""
     path = os.path.join(root, name)
+    if identifier is None:
+        os.unlink(path)
+        host_files.sync_folder(root)
+        return
     fresh = path + ".new"
     if os.path.lexists(fresh):
         os.unlink(fresh)
@@ -175,12 +179,12 @@ def switch(root, name, identifier):
     host_files.sync_folder(root)
 
 
-def wanted_links(root, identifier):
-    """current and previous once a release is active: the one that served before is previous."""
-    current, previous = linked(root, "current"), linked(root, "previous")
+def wanted_links(identifier, served):
+    """current and previous once a release is active. served: both as they were when the last verified release served."""
+    current, previous = served.get("current"), served.get("previous")
     if current and current != identifier:
         previous = current
-    if previous == identifier and current == identifier:
+    if previous == identifier:
         previous = None
     return {"current": identifier, "previous": previous}
 

@@ -68,6 +68,10 @@ options:
   id:
     description: The release, for O(state=active).
     type: str
+  served:
+    description: Where C(current) and C(previous) pointed before the change, for O(state=active), as P(blackwell.dsv4.return_point#module) kept it.
+      A release that a run was cut over is never the former one then. Without it they are read.
+    type: dict
   unit_dir:
     description: Where systemd reads units.
     type: path
@@ -197,20 +201,20 @@ def activate(module, given):
     if found:
         module.fail_json(msg="release %s is not complete: %s" % (identifier, "; ".join(found[:5])), problems=found)
     different = logic.unit_differences(path, given["unit_dir"], given["units"])
-    links = logic.wanted_links(root, identifier)
-    now = {name: logic.linked(root, name) for name in links}
+    now = {name: logic.linked(root, name) for name in ("current", "previous")}
+    links = logic.wanted_links(identifier, given["served"] or now)
     diff = [{"before_header": os.path.join(given["unit_dir"], name), "after_header": os.path.join(
         given["unit_dir"], name), "before": installed or "", "after": wanted}
         for name, (installed, wanted) in sorted(different.items())]
     diff += [{"before_header": os.path.join(root, name), "after_header": os.path.join(root, name),
-              "before": "%s\n" % (now[name] or "none"), "after": "%s\n" % links[name]}
-             for name in sorted(links) if links[name] and links[name] != now[name]]
+              "before": "%s\n" % (now[name] or "none"), "after": "%s\n" % (links[name] or "none")}
+             for name in sorted(links) if links[name] != now[name]]
     if not module.check_mode:
         for name, (unused, wanted) in sorted(different.items()):
             host_files.write_atomic(os.path.join(given["unit_dir"], name), wanted)
         # previous first: killed in between, the next run reads the same current and says the same again.
         for name in ("previous", "current"):
-            if links[name] and links[name] != now[name]:
+            if links[name] != now[name]:
                 logic.switch(root, name, links[name])
     module.exit_json(changed=bool(diff), diff=diff, id=identifier, path=path, previous=links["previous"],
                      units=sorted(different))
@@ -247,6 +251,7 @@ def main():
             "links": {"type": "dict", "default": {}},
             "inputs": {"type": "dict", "default": {}},
             "id": {"type": "str"},
+            "served": {"type": "dict"},
             "unit_dir": {"type": "path", "default": "/etc/systemd/system"},
             "units": {"type": "list", "elements": "str", "default": []},
             "keep": {"type": "int", "default": 3},

@@ -160,10 +160,7 @@ def restore(given, point, check_mode):
         changed.append(os.path.join(given["root"], name))
         if check_mode:
             continue
-        if before is None:
-            os.unlink(os.path.join(given["root"], name))
-        else:
-            releases.switch(given["root"], name, before)
+        releases.switch(given["root"], name, before)
     return changed
 
 

@@ -106,7 +106,8 @@ def test_links_of_a_to_b_and_back(tmp_path):
     b, unused = write(tmp_path, inputs={"b": 1})
 
     def activate(identifier):
-        for name, target in sorted(logic.wanted_links(root, identifier).items(), reverse=True):
+        served = {name: logic.linked(root, name) for name in ("current", "previous")}
+        for name, target in sorted(logic.wanted_links(identifier, served).items(), reverse=True):
             if target:
                 logic.switch(root, name, target)
         return logic.linked(root, "current"), logic.linked(root, "previous")
@@ -118,14 +119,21 @@ def test_links_of_a_to_b_and_back(tmp_path):
     assert activate(a) == (a, b)
 
 
-def test_killed_between_the_links_ends_the_same(tmp_path):
-    root = str(tmp_path)
+def test_killed_between_the_links_ends_the_same():
+    assert logic.wanted_links("b", {"current": "a", "previous": "a"}) == {"current": "b", "previous": "a"}
+
+
+@pytest.mark.parametrize("then, previous", [("a", "p"), ("c", "a"), ("b", "a"), ("p", "a")])
+def test_a_release_that_was_cut_is_never_previous(then, previous):
+    """a served, p before it; a run over to b was cut, and the return point stayed open."""
+    assert logic.wanted_links(then, {"current": "a", "previous": "p"}) == {"current": then, "previous": previous}
+
+
+def test_a_link_is_taken_away(tmp_path):
     a, unused = write(tmp_path)
-    b, unused = write(tmp_path, inputs={"b": 1})
-    logic.switch(root, "current", a)
-    logic.switch(root, "previous", a)
-    wanted = logic.wanted_links(root, b)
-    assert wanted == {"current": b, "previous": a}
+    logic.switch(str(tmp_path), "previous", a)
+    logic.switch(str(tmp_path), "previous", None)
+    assert logic.linked(str(tmp_path), "previous") is None
 
 
 def test_a_stranger_at_the_link_is_no_release(tmp_path):
