@@ -174,7 +174,7 @@ def agreement(one: dict, two: dict) -> dict:
     token (the prefill's) and of the later ones."""
     result: dict = {"steps": 0, "differs_at": None, "missing": 0, "first": [], "later": []}
     for step, (left, right) in enumerate(zip(one["top"], two["top"])):
-        there = {token: value for token, value in right}
+        there = dict(right)
         for token, value in left:
             if token not in there:
                 result["missing"] += 1
@@ -183,7 +183,7 @@ def agreement(one: dict, two: dict) -> dict:
             result["later" if step else "first"].append(difference if math.isfinite(difference) else math.inf)
         result["steps"] = step + 1
         if one["tokens"][step] != two["tokens"][step]:
-            values = {token: value for token, value in left}
+            values = dict(left)
             mine, other = one["tokens"][step], two["tokens"][step]
             result.update(differs_at=step, margin=values[mine] - values[other] if other in values else math.inf)
             break
