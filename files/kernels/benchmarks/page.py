@@ -101,9 +101,7 @@ HEAD = """# Benchmarks
 
 Written by `python3 benchmarks/page.py benchmarks/results/h200-selection.md --out BENCHMARKS.md` from one run of
 `{command}`
-on one GPU, whose empty kernel costs 4.9 µs. Another machine of the kind, with 3.4 µs, gave the same kernels 1 to 1.5 µs less
-in every small cell, and their peers as well (`benchmarks/results/h200-selection-before.md`, where ours began every turn):
-26 times the torch fallback at 1 x 4k in place of 23.
+on one GPU. What another machine of the kind gave stands beside it (`benchmarks/results/h200-selection-before.md`) and in the indexer's NOTES.md.
 Sparse MLA's figures are in `src/dsv4_sm120/sparse_mla/BENCHMARKS.md`.
 
 CUDA-graph replay, L2 emptied before each replay, contestants interleaved, medians, microseconds. Page tables are 512k
