@@ -67,8 +67,10 @@ $(SGLANG)/.complete: | venv
 	"$(VENV)/bin/pip" download -qq --disable-pip-version-check --no-deps --dest "$(SGLANG)" sglang==0.5.23; \
 	$(PYTHON) -m zipfile --extract "$(SGLANG)"/sglang-*.whl "$(SGLANG)"; touch "$@"
 
+# Beside PyTorch, where it can be had: without it the references, the emulated kernels and Triton's interpreter are skipped.
 kernels: venv $(SGLANG)/.complete
-	$(IN_VENV) DSV4_SM120_SGLANG="$(SGLANG)" python -m pytest -q files/kernels
+	python=$$(tests/engine_args/environment.sh); \
+	$(IN_VENV) DSV4_SM120_SGLANG="$(SGLANG)" "$${python:-python}" -m pytest -q files/kernels
 
 # nvcc comes from PyPI, as on a host without a toolkit, in an environment of its own.
 NVCC := $(CACHE)/nvcc/$(shell { $(PYTHON) -V; cat files/requirements/kernel-build.txt; } 2>/dev/null | sha256sum | cut -c 1-12)
