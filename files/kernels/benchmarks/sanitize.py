@@ -44,7 +44,7 @@ for row in range(rows):
     entries += list(range(number, number + used[row])) + [-1] * (PAGES - used[row])
     number += used[row]
 table, seq = upload(ints(entries)), upload(ints(lengths))
-scores = malloc(rows * WIDTH * 4)
+scores = upload(b"\xff" * (rows * WIDTH * 4))
 for row, length in enumerate(lengths):
     if length:
         # the last row is all ties: the slow way
@@ -55,10 +55,15 @@ maxima = malloc(rows * stride * 4)
 must(topk(scores, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 0, 0, 8, None))
 runtime.synchronize()
 first = download(raw, rows * K)
-# few blocks, so each has several units; another counter set
-must(topk(scores, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 1, 0, 2, None))
+# few blocks, so each has several units, and enough for the smallest chunks; other counter sets
+for counter_set, blocks in ((1, 2), (3, 132)):
+    must(topk(scores, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, counter_set, 0, blocks, None))
+    runtime.synchronize()
+    assert download(raw, rows * K) == first, "top-k depends on the number of blocks"
+# no row is long
+some = upload(ints([min(n, 16_384) for n in lengths]))
+must(topk(scores, WIDTH, WIDTH, some, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 4, 0, 132, None))
 runtime.synchronize()
-assert download(raw, rows * K) == first, "top-k depends on the number of blocks"
 assert sum(i >= 0 for i in first) == sum(min(n, K) for n in lengths)
 
 e4m3 = [x for x in range(256) if x & 0x7F != 0x7F]
@@ -67,12 +72,12 @@ pool = b"".join(block[i % 8192 :] + block[: i % 8192] + floats(64) for i in rang
 cache, q = upload(pool), upload(bytes(rng.choices(e4m3, k=rows * 8192)))
 weights = upload(floats(rows * 64))
 logits = malloc(rows * WIDTH * 4)
-# with few blocks by the largest tiles, with more by smaller ones, with many each warp has one granule
-for next_n, blocks in ((1, 8), (7, 8), (1, 400), (1, 1000), (7, 1000)):
+# with few blocks by the largest tiles, with more by smaller ones, with many each warp has two tiles or one of its own
+for next_n, blocks in ((1, 8), (7, 8), (1, 400), (1, 1000), (1, 2500), (7, 1000)):
     shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, None, 0)
     must(indexer(*shape, rows // next_n, next_n, 0, blocks, None))
     runtime.synchronize()
-for blocks in (8, 400, 1000):
+for blocks in (8, 400, 1000, 2500):
     shape = (q, 8192, cache, 8448, weights, 64, seq, table, PAGES, PAGES, logits, WIDTH, maxima, stride)
     must(indexer(*shape, rows, 1, K, blocks, None))
     must(topk(logits, WIDTH, WIDTH, seq, table, PAGES, slots, raw, maxima, stride, rows, K, 64, 2, 1, 8, None))

@@ -7,6 +7,7 @@ the barriers, not what the compiler makes of them.
 
 import ctypes
 import pathlib
+import random
 import shutil
 import subprocess
 
@@ -107,6 +108,83 @@ def test_topk_ties(emulated_topk, levels):
 def test_topk_rows_past_the_first_32(emulated_topk):
     lengths = [600 + 40 * row for row in range(40)] + [20_000]
     check_selection(emulated_topk, topk_case(len(lengths), 20_480, lengths), blocks=9)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "blocks"),
+    [
+        ([131_072], 33),
+        ([131_072], 132),
+        ([131_072, 131_031, 70_001, 1024], 132),
+        ([131_072] * 16, 132),
+        ([16_385, 16_384, 20_000, 3], 64),
+    ],
+    ids=str,
+)
+def test_topk_from_the_chunks_best(emulated_topk, lengths, blocks):
+    check_selection(emulated_topk, topk_case(len(lengths), 131_072, lengths), blocks)
+
+
+@pytest.mark.parametrize("k", [1, 256, 700, 1024, 2048])
+def test_topk_from_the_chunks_best_for_every_k(emulated_topk, k):
+    check_selection(emulated_topk, topk_case(2, 131_072, [131_072, 50_000], k=k), 132)
+
+
+@pytest.mark.parametrize("width", [100_000, 65_536, 40_004])
+def test_topk_from_the_chunks_best_of_every_width(emulated_topk, width):
+    check_selection(emulated_topk, topk_case(2, width, [width, width // 2 + 3]), 132)
+
+
+def test_topk_where_the_best_lie_together(emulated_topk):
+    """In a stretch, in one chunk of them all, at the end, and alike over 64 neighbours: chunks leave too few, or too many
+    are alike, and the last block has to see it."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(4, 131_072, generator=generator)
+    scores[0, 100:700] += 10
+    scores[1].view(-1, 32, 32)[:, 3] += 10
+    scores[2, -5000:] += 3
+    sums = torch.randn(131_072 + 64, generator=generator).double().cumsum(0)
+    scores[3] = (sums[64:] - sums[:-64]).float() / 8
+    check_selection(emulated_topk, topk_case(4, 131_072, [131_072] * 4, scores=scores), 132)
+
+
+def test_topk_few_numbers_among_minus_infinity(emulated_topk):
+    """Fewer than k threads or granules have a number: no bound can be had from their maxima."""
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.full((4, 131_072), float("-inf"))
+    scores[0, ::600] = 1.0
+    scores[1, torch.randperm(131_072, generator=generator)[:700]] = torch.randn(700, generator=generator)
+    scores[2, :9000:40] = 2.0
+    scores[3] = torch.randn(131_072, generator=generator)
+    scores[3].view(-1, 32, 32)[:, 5] = float("-inf")
+    case = topk_case(4, 131_072, [131_072, 131_072, 9000, 131_072], scores=scores)
+    for blocks in (7, 132):
+        for ready in (False, True):
+            check_selection(emulated_topk, case, blocks, ready)
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(1e-6, 0.0), (1e30, 0.0), (1.0, -1e3), (1e-3, 1.0)])
+def test_topk_scores_of_every_size(emulated_topk, scale, shift):
+    scores = torch.randn(3, 131_072, generator=torch.Generator().manual_seed(3)) * scale + shift
+    check_selection(emulated_topk, topk_case(3, 131_072, [131_072, 40_000, 2000], scores=scores), 132)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65])
+@pytest.mark.parametrize("width", [1024, 3004, 131_072])
+def test_topk_where_no_row_is_long(emulated_topk, rows, width):
+    rng = random.Random(rows)
+    longest = min(width, 4097)
+    choices = [0, 1, min(512, width), 513, 700, 1024, min(longest, 4096), longest]
+    lengths = [rng.choice([*choices, rng.randint(1, longest)]) for _ in range(rows)]
+    for ready in (False, True):
+        check_selection(emulated_topk, topk_case(rows, width, lengths), 132, ready)
+
+
+@pytest.mark.parametrize("levels", [1, 5, 40, 400])
+def test_topk_ties_in_short_rows(emulated_topk, levels):
+    scores = torch.randint(0, levels, (8, 16_384), generator=torch.Generator().manual_seed(levels)) / levels - 0.5
+    lengths = [513, 600, 1000, 1024, 2000, 4096, 4097, 16_384]
+    check_selection(emulated_topk, topk_case(8, 16_384, lengths, scores=scores), 132)
 
 
 def score(function, case, next_n=1, skip=0, blocks=5):

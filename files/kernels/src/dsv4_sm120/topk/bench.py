@@ -17,9 +17,9 @@ def lengths_of(batch: int, kind) -> list[int]:
     return contest.lengths_of(batch, None if kind == "mixed" else kind, WIDTH)
 
 
-def measure(batch: int, kind, flush: timing.Flush, contestants, repeats: int) -> dict[str, float]:
+def measure(batch: int, kind, flush: timing.Flush, contestants, repeats: int, alike: int = 1) -> dict[str, float]:
     """Returns microseconds of each contestant for one cell; a contestant whose values are wrong gets NaN."""
-    scores, lengths, table, padded, fault = contest.arena(lengths_of(batch, kind), WIDTH)
+    scores, lengths, table, padded, fault = contest.arena(lengths_of(batch, kind), WIDTH, alike)
     calls = {"ours": topk.launch} | {name: call for name, call in contestants.items() if call is not None}
     works = {name: contest.selecting(batch, lambda out, call=call: call(scores, lengths, table, out, PAGE)) for name, call in calls.items()}
     graphs, wrong = {}, []

@@ -97,7 +97,11 @@ def _ties() -> str | None:
     signed = torch.where(torch.rand(2, 131_072, generator=generator) < 0.5, torch.tensor(-0.0), torch.tensor(0.0))
     few = torch.randint(0, 2, (2, 131_072), generator=generator).float()
     near = 1.0 + torch.rand(2, 131_072, generator=generator) * 1e-3
-    for scores in (signed, few, near):
+    lonely = torch.full((2, 131_072), float("-inf"))
+    lonely[:, ::600] = 1.0
+    sums = torch.randn(2, 131_072 + 64, generator=generator).double().cumsum(1)
+    alike = (sums[:, 64:] - sums[:, :-64]).float() / 8
+    for scores in (signed, few, near, lonely, alike):
         for length in (5000, 16_384, 131_072):
             if fault := difference(case([length, length - 3], 131_072, scores)):
                 return fault
@@ -135,12 +139,16 @@ def selectors() -> dict[str, Callable | None]:
     return {"v1": contestants.topk_v1(), "v2": contestants.topk_v2(), "flashinfer": contestants.topk_flashinfer()}
 
 
-def arena(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable]:
-    """Returns (scores, lengths, table, padded, fault) for contestants: random scores, a whole page table since peers may read
-    padding, the scores with -inf past each length, and what tells whether selected slots hold torch.topk's values."""
+def arena(lengths: list[int], width: int, alike: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable]:
+    """Returns (scores, lengths, table, padded, fault) for contestants: random scores, each the mean of `alike` that it shares
+    with its neighbours, a whole page table since peers may read padding, the scores with -inf past each length, and what
+    tells whether selected slots hold torch.topk's values."""
     rows, pages = len(lengths), -(-width // PAGE)
     generator = torch.Generator("cuda").manual_seed(7)
     scores = torch.randn(rows, width, device="cuda", generator=generator)
+    if alike > 1:
+        sums = torch.randn(rows, width + alike, device="cuda", generator=generator).double().cumsum(1)
+        scores = ((sums[:, alike:] - sums[:, :-alike]) / alike).float()
     actual = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     table = torch.randperm(rows * pages, device="cuda", generator=generator).view(rows, pages).int()
     past = torch.arange(width, device="cuda")[None] >= actual[:, None]

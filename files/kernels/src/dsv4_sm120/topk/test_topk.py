@@ -160,8 +160,12 @@ def test_h09_padding_entries_of_the_page_table_are_not_used():
 @gpu
 @pytest.mark.parametrize("length", [5000, 16384, 131_072])
 @pytest.mark.parametrize(
-    "kind", ["zero", "mostly zero", "two values", "signed zero", "one bin", "ascending", "descending", "inf"]
-)
+    "kind",
+    [
+        "zero", "mostly zero", "two values", "signed zero", "one bin", "ascending", "descending", "inf", "few numbers",
+        "best together", "alike neighbours",
+    ],
+)  # fmt: skip
 def test_h20_ties(length, kind):
     generator = torch.Generator().manual_seed(length)
     x = torch.zeros(2, 131072)
@@ -181,6 +185,17 @@ def test_h20_ties(length, kind):
         x = torch.randn(x.shape, generator=generator)
         x[:, ::50] = float("-inf")
         x[:, ::9001] = float("inf")
+    elif kind == "few numbers":
+        x[:] = float("-inf")
+        x[0, ::600] = 1.0
+        x[1, ::9] = 2.0
+    elif kind == "best together":
+        x = torch.randn(x.shape, generator=generator)
+        x[0, 1000:1600] += 10
+        x[1].view(-1, 32, 32)[:, 3] += 10
+    elif kind == "alike neighbours":
+        sums = torch.randn(2, x.shape[1] + 64, generator=generator).double().cumsum(1)
+        x = (sums[:, 64:] - sums[:, :-64]).float() / 8
     check(make(2, 131072, [length, length - 3], scores=x, device="cuda"))
 
 
