@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from dsv4_sm120 import indexer, topk  # noqa: E402
 from dsv4_sm120.indexer import reference as indexer_reference  # noqa: E402
-from dsv4_sm120.indexer.test_indexer import TOLERANCE  # noqa: E402
 from dsv4_sm120.indexer.test_indexer import make as indexer_case  # noqa: E402
 from dsv4_sm120.topk import reference as topk_reference  # noqa: E402
 from dsv4_sm120.topk.test_topk import make as topk_case  # noqa: E402
@@ -204,7 +203,24 @@ def score(function, case, next_n=1, skip=0, blocks=5):
 
 @pytest.fixture(scope="session", params=ARCHS)
 def emulated_indexer(emulated, request):
-    return emulated("indexer", request.param, indexer._ARGUMENTS)
+    """Returns the function, and the compute capability's major number of what it stands for."""
+    return emulated("indexer", request.param, indexer._ARGUMENTS), ARCHS[request.param] // 100
+
+
+def check_scores(emulated_indexer, case, major=None, **options):
+    """major: of another architecture whose exactness is asked for."""
+    function, its_major = emulated_indexer
+    major = major or its_major
+    logits, maxima = score(function, case, **options)
+    expected, *scales = indexer_reference.paged_mqa_logits(*case)
+    allowed = indexer_reference.allowance(*scales, major)
+    for row, length in enumerate(case[3].tolist()):
+        length = length if length > options.get("skip", 0) else 0
+        error = (logits[row, :length].double() - expected[row, :length]).abs()
+        assert (error <= allowed[row, :length]).all(), f"row {row}: {error.max()}"
+        assert logits[row, length:].isnan().all(), f"row {row}: written past its length"
+        most = [logits[row, i : min(i + topk.GRANULE, length)].max() for i in range(0, length, topk.GRANULE)]
+        assert maxima[row, : len(most)].tolist() == [float(x) for x in most]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +229,9 @@ def emulated_indexer(emulated, request):
         ([1], {}),
         ([17, 64, 65, 0, 130, -2], {}),
         ([1500, 3, 700, 0, 2049], {"blocks": 2}),
+        ([1500, 3, 700, 0, 1300], {"blocks": 3}),
+        ([200, 3, 127, 0, 129], {"blocks": 7}),
+        ([300, 3, 0, 512, 256, 257], {"blocks": 6, "skip": 3}),
         ([100, 600, 30, 513], {"skip": 512}),
         ([70] * 33 + [200], {"blocks": 9}),
         ([300] * 20, {"blocks": 4}),
@@ -226,12 +245,35 @@ def emulated_indexer(emulated, request):
 )
 def test_indexer(emulated_indexer, lengths, options):
     case = indexer_case(lengths, 4096, seed=len(lengths), next_n=options.get("next_n", 1))
-    logits, maxima = score(emulated_indexer, case, **options)
-    expected, magnitudes = indexer_reference.paged_mqa_logits(*case)
-    for row, length in enumerate(lengths):
-        length = length if length > options.get("skip", 0) else 0
-        error = (logits[row, :length].double() - expected[row, :length]).abs()
-        assert (error <= TOLERANCE * magnitudes[row, :length]).all(), f"row {row}: {error.max()}"
-        assert logits[row, length:].isnan().all(), f"row {row}: written past its length"
-        most = [logits[row, i : min(i + topk.GRANULE, length)].max() for i in range(0, length, topk.GRANULE)]
-        assert maxima[row, : len(most)].tolist() == [float(x) for x in most]
+    check_scores(emulated_indexer, case, **options)
+
+
+@pytest.mark.parametrize("weight", [1e-30, 1.0, 1e20])
+def test_indexer_at_the_ends_of_the_range(emulated_indexer, weight):
+    """The largest dot products that fp8 allows, beside weights that no 16-bit format could hold as they are."""
+    q, cache, weights, *rest = indexer_case([300, 70, 0], 512, seed=3)
+    q = q.float().sign().mul(448).to(q.dtype)
+    cache[cache == 0x7F] = 0x7E  # all keys and their scales' poison; what lies past the lengths is not looked at
+    flat = cache.view(cache.shape[0], -1)
+    flat[:, : PAGE * 128] = q[0, 0, 5].view(torch.uint8).repeat(PAGE)
+    check_scores(emulated_indexer, (q, cache, weights * weight, *rest))
+
+
+def test_indexer_rounds_nothing_but_what_fp16_cannot_hold(emulated_indexer):
+    """Dot products of few bits: both architectures owe fp32's exactness, the weights' lower bits included."""
+    q, cache, *rest = indexer_case([300, 70], 512, seed=5)
+    flat = cache.view(cache.shape[0], -1)[:, : PAGE * 128]
+    flat[:] = torch.randint(-1, 2, flat.shape, generator=torch.Generator().manual_seed(5)).to(q.dtype).view(torch.uint8)
+    check_scores(emulated_indexer, (q.float().sign().to(q.dtype), cache, *rest), major=12)
+
+
+def test_indexer_at_random(emulated_indexer):
+    rng = random.Random(seed := 11)
+    print("seed", seed)
+    for _ in range(12):
+        next_n = rng.choice([1, 1, 1, 2, 4])
+        requests = rng.choice([1, 2, 3, 5, 16, 33, 64, 65]) if next_n == 1 else rng.choice([1, 2, 5])
+        most = rng.choice([40, 300, 2500]) if requests < 8 else rng.choice([20, 100, 300])
+        lengths = [rng.choice([0, -1, 1, rng.randint(0, most), most]) for _ in range(requests * next_n)]
+        case = indexer_case(lengths, 4096, seed=rng.randint(0, 999), next_n=next_n)
+        check_scores(emulated_indexer, case, next_n=next_n, skip=rng.choice([0, 17, most // 2]), blocks=rng.choice([1, 3, 5, 17, 40]))

@@ -19,10 +19,10 @@ from dsv4_sm120.indexer.test_indexer import make
 for lengths, splits in (([1, 64, 65, 200, 0], 2), ([130], 4)):
     case = make(lengths, 256, seed=len(lengths))
     found = triton_indexer.logits(*case, splits=splits)
-    expected, magnitudes = reference.paged_mqa_logits(*case)
+    expected, magnitudes, _terms = reference.paged_mqa_logits(*case)
     for row, length in enumerate(lengths):
         error = (found[row, :length].double() - expected[row, :length]).abs()
-        assert (error <= 1e-6 * magnitudes[row, :length]).all(), (row, error)
+        assert (error <= reference.FP32 * magnitudes[row, :length]).all(), (row, error)
 print("right")
 """
 

@@ -29,3 +29,14 @@ inline __half __float2half_rz(float x) {
   const int mantissa = static_cast<int>(std::ldexp(size, 10 - exponent));
   return {static_cast<uint16_t>(sign | ((exponent + 14) << 10) + mantissa)};
 }
+// to the nearest, ties to even
+inline __half __float2half_rn(float x) {
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  const float size = std::fabs(x);
+  if (std::isnan(x)) return {0x7fff};
+  if (size >= 65520.0f) return {static_cast<uint16_t>(sign | 0x7c00)};
+  const int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
+  // nearbyint rounds to even; a mantissa that becomes 2048 carries into the exponent
+  const int mantissa = static_cast<int>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+  return {static_cast<uint16_t>(sign | (((exponent + 14) << 10) + mantissa))};
+}

@@ -201,6 +201,7 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline float __uint_as_float(unsigned x) { return emulator::bits<float>(x); }
 inline int __float_as_int(float x) { return emulator::bits<int>(x); }
+inline unsigned __float_as_uint(float x) { return emulator::bits<unsigned>(x); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
   for (int i = 0; i < 32; i += 8) sum += (a >> i & 255) * (b >> i & 255);
   return sum;

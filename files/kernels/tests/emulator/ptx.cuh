@@ -38,6 +38,16 @@ inline uint32_t halves_of_low_e4m3(uint32_t four_fp8) {
   return halves;
 }
 
+inline uint32_t halves_of_high_e4m3(uint32_t four_fp8) { return halves_of_low_e4m3(four_fp8 >> 16); }
+inline uint32_t halves(float low, float high) {
+  return __half_as_ushort(__float2half_rn(low)) | static_cast<uint32_t>(__half_as_ushort(__float2half_rn(high))) << 16;
+}
+inline uint32_t relu_halves(float low, float high) { return halves(low < 0 ? 0 : low, high < 0 ? 0 : high); }
+inline float low_half(uint32_t both) { return __half2float(__ushort_as_half(both & 0xffff)); }
+inline float high_half(uint32_t both) { return low_half(both >> 16); }
+// rounds twice where the product has more than 24 bits; operands of few do not
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) { return halves(low_half(a) * low_half(b), high_half(a) * high_half(b)); }
+
 // The fragments of mma.m16n8k* as the PTX ISA lays them out: thread 4g + t has of A the rows g and g + 8, of B the column
 // g, of the result the columns 2t and 2t + 1; the t-th 4 bytes of each half of k.
 template <class Value>

@@ -46,6 +46,8 @@ def refusal(
     if kv_cache[0].numel() and not kv_cache[0].is_contiguous():
         return "a cache page is not dense"
     pitch = _torch.row_stride(kv_cache)
+    if pitch >= 2**32:
+        return f"cache pages lie {pitch} bytes apart"
     if pitch % 16 or kv_cache.data_ptr() % 16:
         return "cache pages are not aligned to 16 bytes"
     if reason := _torch.first_refusal(
@@ -127,8 +129,8 @@ def paged_mqa_logits(
     q [rows, 1, 64, 128] e4m3; kv_cache [pages, 64, 1, 132] uint8, a page being 64 x 128 e4m3 and then 64 fp32 scales,
     pitch from stride(0); weights [rows, 64] fp32 with q's scale in them; seq_lens [rows] int32 in compressed tokens, 0
     allowed; page_table [rows, *] int32. next_n: so many consecutive rows share a request and its page table.
-    logit[t] = scale[t] * sum_h weight[h] * relu(q_h . k_t), products exact, sums in fp32. Raises ValueError where
-    refusal() gives a reason, KernelError when the launch fails.
+    logit[t] = scale[t] * sum_h weight[h] * relu(q_h . k_t), products exact, sums in fp32; on sm_90 relu(q_h . k_t) is
+    rounded to fp16 (see NOTES.md). Raises ValueError where refusal() gives a reason, KernelError when the launch fails.
     """
     reason = refusal(q, kv_cache, weights, seq_lens, page_table, max_seq_len, next_n)
     if reason:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_sm120 import indexer, timing, topk
+from dsv4_sm120.indexer import reference
 from dsv4_sm120.indexer.contest import PEER_TOLERANCE, beside_ours, case, ours
 from dsv4_sm120.topk.bench import K, PAGE, WIDTH, lengths_of
 
@@ -40,6 +41,26 @@ def measure(batch: int, kind, flush: timing.Flush, contestants, repeats: int) ->
     graphs["copy"] = timing.capture(lambda: target.copy_(source))
     found = timing.medians(graphs, flush, repeats)
     return {name: float("nan") if name in wrong else value for name, value in found.items()}
+
+
+def errors(batch: int, kind, contestants) -> dict[str, str]:
+    """Returns of each contestant, beside float64: the root mean square of its error over that of the logits, and how many of
+    the K best tokens of a row are others."""
+    lengths = lengths_of(batch, kind)
+    case = inputs(lengths, WIDTH)
+    *most, table, _width = [item.cpu() if isinstance(item, torch.Tensor) else item for item in case]
+    longest = max(lengths)
+    want = reference.paged_mqa_logits(*most, table[:, : -(-longest // PAGE)], longest)[0]
+    valid = ~want.isnan()
+    found = {}
+    for name, call in {"ours": ours, **contestants}.items():
+        if call is not None:
+            got = call(*case)[:, :longest].cpu().double()
+            off = float((got - want)[valid].norm() / want[valid].norm())
+            best, chosen = (logits.masked_fill(~valid, float("-inf")).topk(K).indices for logits in (want, got))
+            others = sum(K - int(torch.isin(mine, its).sum()) for mine, its in zip(chosen, best))
+            found[name] = f"{off:.1e}; {others / batch:.1f}"
+    return found
 
 
 def measure_pair(batch: int, kind, flush: timing.Flush, indexers, topks, repeats: int) -> dict[str, float]:

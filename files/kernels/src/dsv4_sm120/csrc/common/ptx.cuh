@@ -60,6 +60,41 @@ __device__ __forceinline__ uint32_t halves_of_low_e4m3(uint32_t four_fp8) {
   return halves;
 }
 
+// The two high fp8 values as fp16.
+__device__ __forceinline__ uint32_t halves_of_high_e4m3(uint32_t four_fp8) {
+  uint32_t halves;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(halves) : "r"(four_fp8));
+  return halves;
+}
+
+// Two values rounded to fp16.
+__device__ __forceinline__ uint32_t halves(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// The same of max(x, 0).
+__device__ __forceinline__ uint32_t relu_halves(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t both;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+  return both;
+}
+
+__device__ __forceinline__ float low_half(uint32_t both) {
+  float value;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(both));
+  return value;
+}
+
+__device__ __forceinline__ float high_half(uint32_t both) { return low_half(both >> 16); }
+
 // acc += a * b for 16 x 16 and 16 x 8 fp16.
 __device__ __forceinline__ void multiply_f16(float (&acc)[4], const uint32_t (&a)[4], uint2 b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
