@@ -50,8 +50,9 @@ def bar(what: str, found: dict[str, float], limit: float, only=None) -> str:
     cells = {cell: value for cell, value in found.items() if only is None or only(cell)}
     misses = {cell: value for cell, value in cells.items() if value > limit}
     verdict = "pass" if not misses else "**miss**"
-    text = ", ".join(f"{cell} {value:.2f}" for cell, value in misses.items())
-    return f"| {what} | {limit:.2f} | {len(cells) - len(misses)} of {len(cells)} | {verdict} | {text} |"
+    # small ratios keep their digits
+    text = ", ".join(f"{cell} {value:.3g}" for cell, value in misses.items())
+    return f"| {what} | {limit:.3g} | {len(cells) - len(misses)} of {len(cells)} | {verdict} | {text} |"
 
 
 def batch(cell: str) -> int:
@@ -101,8 +102,7 @@ HEAD = """# Benchmarks
 
 Written by `python3 benchmarks/page.py benchmarks/results/h200-selection.md --out BENCHMARKS.md` from one run of
 `{command}`
-on one GPU. What another machine of the kind gave stands beside it (`benchmarks/results/h200-selection-before.md`) and in the indexer's NOTES.md.
-Sparse MLA's figures are in `src/dsv4_sm120/sparse_mla/BENCHMARKS.md`.
+on one GPU. How runs and machines differ stands in the kernels' NOTES.md. Sparse MLA's figures are in `src/dsv4_sm120/sparse_mla/BENCHMARKS.md`.
 
 CUDA-graph replay, L2 emptied before each replay, contestants interleaved, medians, microseconds. Page tables are 512k
 wide (131,072 compressed tokens) in every cell; context 4k, 64k, 512k is 1,024, 16,384, 131,072 compressed tokens;
@@ -111,9 +111,10 @@ ours or with torch.topk in the same run.
 
 **What these figures say about sm_120, and what they do not.** They are of an H200 (sm_90). Top-k is the same code on
 both, bound by latency and by instructions issued, on 132 SMs here and 188 there: read the ratios as a lead. The indexer
-is not the same: sm_90 has to unpack fp8 to fp16 in front of the tensor cores, and mma.sync's rate bounds it
-beyond 16k tokens, while the sm_120a code feeds fp8 to them directly and memory is 2.4 times slower there; neither its
-speed nor its ratio to TileLang carries over. TileLang and DeepGEMM use wgmma here, which sm_120 lacks. DeepGEMM's
+is not the same: sm_90 has to unpack fp8 to fp16 in front of the tensor cores, mma.sync's rate bounds it beyond 16k
+tokens, and so it weighs the heads in fp16 on them too (the last table has what that costs), while the sm_120a code feeds
+fp8 to them directly and weighs in fp32, and memory is 2.4 times slower there; neither its speed nor its ratio to
+TileLang carries over. TileLang and DeepGEMM use wgmma here, which sm_120 lacks. DeepGEMM's
 sm_120 kernel, FlashInfer's fused sm_120 indexer, b12x and the FP4 indexer cannot run here: nothing is claimed against
 them. The sm_120a code of these kernels was compiled, and
 its text run in an emulator on the CPU (`tests/emulator`), never on a GPU. v1 is what SGLang 0.5.23 runs on sm_120, v2 is switched

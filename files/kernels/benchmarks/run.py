@@ -48,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="time the kernels against their peers", allow_abbrev=False)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--only", default="topk,indexer,pair,next")
+    parser.add_argument("--only", default="topk,indexer,pair,next,error")
     options = parser.parse_args()
     only = options.only.split(",")
     flush = timing.Flush()
@@ -74,6 +74,11 @@ def main() -> int:
             found = topk_bench.measure(batch, kind, flush, topks, options.repeats)
             rows.append({"batch": str(batch), "context": CONTEXT[kind], **found})
         report("Top-k", rows, ["batch", "context"])
+        rows = []
+        for batch, kind, alike in ((1, 16384, 64), (1, 131072, 4), (1, 131072, 16), (1, 131072, 64), (16, 131072, 64)):
+            found = topk_bench.measure(batch, kind, flush, topks, options.repeats, alike)
+            rows.append({"batch": str(batch), "context": CONTEXT[kind], "scores alike": str(alike), **found})
+        report("Top-k where neighbours have scores alike (means over so many)", rows, ["batch", "context", "scores alike"])
     for part, measure in (("indexer", indexer_bench.measure), ("pair", indexer_bench.measure_pair)):
         if part not in only:
             continue
@@ -96,6 +101,13 @@ def main() -> int:
             found = indexer_bench.measure_next(requests, length, 4, flush, options.repeats)
             rows.append({"requests": str(requests), "context": CONTEXT[length], **found})
         report("Indexer, four rows a request (verify)", rows, ["requests", "context"])
+    if "error" in only:
+        rows = []
+        for batch, kind in ((1, 16384), (4, 16384), (16, 1024)):
+            indexers = {"tilelang": contestants.indexer_tilelang(batch), "deepgemm": deepgemm, "triton": triton}
+            found = indexer_bench.errors(batch, kind, {**indexers, "torch": contestants.indexer_torch})
+            rows.append({"batch": str(batch), "context": CONTEXT[kind], **found})
+        report("Indexer logits beside float64: error (root mean squares), and others among a row's 512 best", rows, ["batch", "context"])
     for name, reason in contestants.absent.items():
         print(f"absent: {name}: {reason}")
     print(f"{time.monotonic() - started:.0f} s")
