@@ -174,7 +174,7 @@ def test_topk_where_no_row_is_long(emulated_topk, rows, width):
     rng = random.Random(rows)
     longest = min(width, 4097)
     choices = [0, 1, min(512, width), 513, 700, 1024, min(longest, 4096), longest]
-    lengths = [rng.choice([*choices, rng.randint(1, longest)]) for _ in range(rows)]
+    lengths = [rng.choice([*choices, rng.randint(1, longest)]) for dummy in range(rows)]
     for ready in (False, True):
         check_selection(emulated_topk, topk_case(rows, width, lengths), 132, ready)
 
@@ -270,10 +270,10 @@ def test_indexer_rounds_nothing_but_what_fp16_cannot_hold(emulated_indexer):
 def test_indexer_at_random(emulated_indexer):
     rng = random.Random(seed := 11)
     print("seed", seed)
-    for _ in range(12):
+    for dummy in range(12):
         next_n = rng.choice([1, 1, 1, 2, 4])
         requests = rng.choice([1, 2, 3, 5, 16, 33, 64, 65]) if next_n == 1 else rng.choice([1, 2, 5])
         most = rng.choice([40, 300, 2500]) if requests < 8 else rng.choice([20, 100, 300])
-        lengths = [rng.choice([0, -1, 1, rng.randint(0, most), most]) for _ in range(requests * next_n)]
+        lengths = [rng.choice([0, -1, 1, rng.randint(0, most), most]) for dummy in range(requests * next_n)]
         case = indexer_case(lengths, 4096, seed=rng.randint(0, 999), next_n=next_n)
         check_scores(emulated_indexer, case, next_n=next_n, skip=rng.choice([0, 17, most // 2]), blocks=rng.choice([1, 3, 5, 17, 40]))
