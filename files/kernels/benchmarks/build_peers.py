@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the kernels that benchmarks/contestants.py times, from unpacked wheels, for one architecture.
+"""Builds the kernels that dsv4_sm120.contestants times, from unpacked wheels, for one architecture.
 
     python3 build_peers.py --out DIR --sglang DIR [--flashinfer DIR --curand INCLUDE] [--tilelang] [--arch sm_90]
 

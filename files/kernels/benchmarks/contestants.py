@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels are timed against: the package's contestants, and two that no deployment would run.
+"""What the indexer is timed against beside the contests' own: two that no deployment would run.
 
-A loader returns None, with its reason in `absent`, when a contestant is missing. DSV4_SM120_PEERS names the folder that
-build_peers.py filled; DeepGEMM is imported if it is installed.
+A loader returns None, with its reason in `absent`, when a contestant is missing.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from dsv4_sm120.contestants import absent, indexer_deepgemm, indexer_tilelang, topk_flashinfer, topk_v1, topk_v2
+from dsv4_sm120.contestants import absent
 
-__all__ = [
-    "absent", "indexer_deepgemm", "indexer_tilelang", "indexer_torch", "indexer_triton", "topk_flashinfer", "topk_v1", "topk_v2",
-]  # fmt: skip
+__all__ = ["absent", "indexer_torch", "indexer_triton"]
 
 
 def indexer_triton():

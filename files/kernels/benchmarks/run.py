@@ -21,7 +21,9 @@ import torch  # noqa: E402
 
 from dsv4_sm120 import timing  # noqa: E402
 from dsv4_sm120.indexer import bench as indexer_bench  # noqa: E402
+from dsv4_sm120.indexer import contest as indexer_contest  # noqa: E402
 from dsv4_sm120.topk import bench as topk_bench  # noqa: E402
+from dsv4_sm120.topk import contest as topk_contest  # noqa: E402
 
 CELLS = [(batch, kind) for batch in (1, 4, 16, 64) for kind in (1024, 16384, 131072)]
 MIXED = [(4, "mixed"), (16, "mixed"), (64, "mixed")]
@@ -43,6 +45,11 @@ def table(rows: list[dict], first: list[str]) -> str:
     return "\n".join(lines)
 
 
+def indexers(batch: int) -> dict:
+    """Returns the indexers that ours is timed against at a batch, None for those that are missing."""
+    return {**indexer_contest.scorers(batch), "triton": contestants.indexer_triton()}
+
+
 def main() -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="time the kernels against their peers", allow_abbrev=False)
@@ -59,8 +66,7 @@ def main() -> int:
         f"{device.name}, {device.multi_processor_count} SMs, PyTorch {torch.__version__}; empty kernel in this harness: "
         f"{base:.1f} µs. Medians of {options.repeats} replays in microseconds.",
     ]
-    topks = {"v1": contestants.topk_v1(), "v2": contestants.topk_v2(), "flashinfer": contestants.topk_flashinfer()}
-    deepgemm, triton = contestants.indexer_deepgemm(), contestants.indexer_triton()
+    topks = topk_contest.selectors()
 
     def report(title, rows, first):
         parts.append(f"\n### {title}\n\n" + table(rows, first))
@@ -84,13 +90,13 @@ def main() -> int:
             continue
         rows = []
         for batch, kind in CELLS + MIXED:
-            indexers = {"tilelang": contestants.indexer_tilelang(batch), "deepgemm": deepgemm, "triton": triton}
+            peers = indexers(batch)
             if part == "indexer":
                 if batch <= 16:
-                    indexers["torch"] = contestants.indexer_torch
-                found = measure(batch, kind, flush, indexers, options.repeats)
+                    peers["torch"] = contestants.indexer_torch
+                found = measure(batch, kind, flush, peers, options.repeats)
             else:
-                found = measure(batch, kind, flush, indexers, topks, options.repeats)
+                found = measure(batch, kind, flush, peers, topks, options.repeats)
             rows.append({"batch": str(batch), "context": CONTEXT[kind], **found})
             gc.collect()
             torch.cuda.empty_cache()
@@ -104,8 +110,7 @@ def main() -> int:
     if "error" in only:
         rows = []
         for batch, kind in ((1, 16384), (4, 16384), (16, 1024)):
-            indexers = {"tilelang": contestants.indexer_tilelang(batch), "deepgemm": deepgemm, "triton": triton}
-            found = indexer_bench.errors(batch, kind, {**indexers, "torch": contestants.indexer_torch})
+            found = indexer_bench.errors(batch, kind, {**indexers(batch), "torch": contestants.indexer_torch})
             rows.append({"batch": str(batch), "context": CONTEXT[kind], **found})
         report("Indexer logits beside float64: error (root mean squares), and others among a row's 512 best", rows, ["batch", "context"])
     for name, reason in contestants.absent.items():

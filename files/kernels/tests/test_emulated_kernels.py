@@ -19,6 +19,7 @@ from dsv4_sm120 import indexer, topk  # noqa: E402
 from dsv4_sm120.indexer import reference as indexer_reference  # noqa: E402
 from dsv4_sm120.indexer.test_indexer import make as indexer_case  # noqa: E402
 from dsv4_sm120.topk import reference as topk_reference  # noqa: E402
+from dsv4_sm120.topk.contest import means_of_neighbours  # noqa: E402
 from dsv4_sm120.topk.test_topk import make as topk_case  # noqa: E402
 
 EMULATOR = pathlib.Path(__file__).with_name("emulator")
@@ -142,8 +143,7 @@ def test_topk_where_the_best_lie_together(emulated_topk):
     scores[0, 100:700] += 10
     scores[1].view(-1, 32, 32)[:, 3] += 10
     scores[2, -5000:] += 3
-    sums = torch.randn(131_072 + 64, generator=generator).double().cumsum(0)
-    scores[3] = (sums[64:] - sums[:-64]).float() / 8
+    scores[3] = means_of_neighbours(1, 131_072, 64, generator)
     check_selection(emulated_topk, topk_case(4, 131_072, [131_072] * 4, scores=scores), 132)
 
 

@@ -661,10 +661,9 @@ __global__ __launch_bounds__(kThreads, 1) void indexer_kernel(const __grid_const
   // All that the block will need if the guess is right is asked for before the lengths say so.
   const Guess guess(p);
   const int* table = p.page_table + guess.request * p.table_stride;
-  const auto page_of = [&](int token) { return token / kPage < p.table_width ? __ldg(table + token / kPage) : 0; };
-  const uint32_t once[1] = {static_cast<uint32_t>(page_of(guess.tile(p, 0) * 16))};
-  const uint32_t twice[2] = {static_cast<uint32_t>(page_of(guess.tile(p, 0) * 32)),
-                             static_cast<uint32_t>(page_of(guess.tile(p, 1) * 32))};
+  const auto page_of = [&](int token) -> uint32_t { return token / kPage < p.table_width ? __ldg(table + token / kPage) : 0; };
+  const uint32_t once[1] = {page_of(guess.tile(p, 0) * 16)};
+  const uint32_t twice[2] = {page_of(guess.tile(p, 0) * 32), page_of(guess.tile(p, 1) * 32)};
   const Query query(p, guess.request);
   const int longest = lengths.longest(), round = p.row_blocks * kWarps * 16;
   if (longest > 4 * round) {

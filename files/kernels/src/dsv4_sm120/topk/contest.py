@@ -51,6 +51,13 @@ def case(lengths: list[int], width: int, scores: torch.Tensor | None = None) -> 
     return scores.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda"), table.cuda()
 
 
+def means_of_neighbours(rows: int, width: int, alike: int, generator: torch.Generator) -> torch.Tensor:
+    """Returns random scores [rows, width] on the generator's device, each the mean of `alike` that it shares with its
+    neighbours."""
+    sums = torch.randn(rows, width + alike, device=generator.device, generator=generator).double().cumsum(1)
+    return ((sums[:, alike:] - sums[:, :-alike]) / alike).float()
+
+
 def difference(made: tuple[torch.Tensor, ...], k: int = K) -> str | None:
     """Returns what the kernel gave otherwise than the reference, None when nothing."""
     scores, lengths, table = made
@@ -99,9 +106,7 @@ def _ties() -> str | None:
     near = 1.0 + torch.rand(2, 131_072, generator=generator) * 1e-3
     lonely = torch.full((2, 131_072), float("-inf"))
     lonely[:, ::600] = 1.0
-    sums = torch.randn(2, 131_072 + 64, generator=generator).double().cumsum(1)
-    alike = (sums[:, 64:] - sums[:, :-64]).float() / 8
-    for scores in (signed, few, near, lonely, alike):
+    for scores in (signed, few, near, lonely, means_of_neighbours(2, 131_072, 64, generator)):
         for length in (5000, 16_384, 131_072):
             if fault := difference(case([length, length - 3], 131_072, scores)):
                 return fault
@@ -145,10 +150,7 @@ def arena(lengths: list[int], width: int, alike: int = 1) -> tuple[torch.Tensor,
     tells whether selected slots hold torch.topk's values."""
     rows, pages = len(lengths), -(-width // PAGE)
     generator = torch.Generator("cuda").manual_seed(7)
-    scores = torch.randn(rows, width, device="cuda", generator=generator)
-    if alike > 1:
-        sums = torch.randn(rows, width + alike, device="cuda", generator=generator).double().cumsum(1)
-        scores = ((sums[:, alike:] - sums[:, :-alike]) / alike).float()
+    scores = means_of_neighbours(rows, width, alike, generator) if alike > 1 else torch.randn(rows, width, device="cuda", generator=generator)
     actual = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     table = torch.randperm(rows * pages, device="cuda", generator=generator).view(rows, pages).int()
     past = torch.arange(width, device="cuda")[None] >= actual[:, None]

@@ -35,6 +35,8 @@ constexpr int kHeld = 16;  // values a thread
 constexpr int kMaxHeld = kHeld * kSelectThreads;
 constexpr int kGranule = 16;
 constexpr int kStepBits = 12;  // values that a block takes at one load a thread
+constexpr int kHeldBits = kStepBits + 2;
+static_assert(kMaxHeld == 1 << kHeldBits);
 constexpr int kAheadBits = 12;  // values that a block asks for before it knows the lengths
 constexpr int kMaxK = 2048;
 constexpr int kFixedRows = 64;  // up to this many a block is a row's before the lengths are there
@@ -121,6 +123,11 @@ struct Row {
 
 enum Source { kScores, kMaxima, kGranules };
 
+// The first of the four values of a row that a thread takes of a chunk that lines are dealt to.
+__device__ __forceinline__ int dealt_index(int chunks, int chunk) {
+  return ((threadIdx.x >> 3) * chunks + chunk) * kLine + (threadIdx.x & 7) * 4;
+}
+
 // Four values from an address that is a multiple of 16, the first `valid` of them; -inf for the rest, which are not read.
 __device__ __forceinline__ float4 load_four(const float* from, int valid) {
   // a branch, so that the two ways do not wait for one another's registers
@@ -133,6 +140,13 @@ __device__ __forceinline__ float4 load_four(const float* from, int valid) {
 }
 
 __device__ __forceinline__ float most_of(const float4& x) { return fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)); }
+
+// Of the ties before the tie-th, how many were chosen.
+__device__ __forceinline__ void add_chosen_before(uint32_t& count, const SelectSmem& smem, uint32_t tie) {
+  count += __popc(smem.chosen[tie / 32] & ((1u << (tie & 31)) - 1));
+#pragma unroll 1
+  for (int i = 0; i < tie / 32; ++i) count += __popc(smem.chosen[i]);
+}
 
 // Element order of a thread's held values: warp, vector, lane, component.
 __device__ __forceinline__ int held_index(int vectors, int j) {
@@ -311,9 +325,7 @@ __device__ __forceinline__ bool Row::select() const {
   if (own) {
     uint32_t position = greater, tie = equal;
     if (rank) {
-      position += __popc(s.chosen[tie / 32] & ((1u << (tie & 31)) - 1));
-#pragma unroll 1
-      for (int i = 0; i < tie / 32; ++i) position += __popc(s.chosen[i]);
+      add_chosen_before(position, s, tie);
     } else {
       position += min(tie, wanted);
     }
@@ -370,9 +382,7 @@ __device__ __forceinline__ bool Row::select_short(const float4& x, int valid) co
       if (level[c] == threshold) s.tied[at++] = key_of(values[c]);
     __syncthreads();
     choose_ties(s, in_bin, wanted);
-    position += __popc(s.chosen[tie / 32] & ((1u << (tie & 31)) - 1));
-#pragma unroll 1
-    for (int i = 0; i < tie / 32; ++i) position += __popc(s.chosen[i]);
+    add_chosen_before(position, s, tie);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       if (level[c] == threshold) chosen |= (s.chosen[tie / 32] >> (tie & 31) & 1u) << c, ++tie;
@@ -452,7 +462,7 @@ __device__ __forceinline__ void write_best(const TopkParams& p, Smem& smem, int 
   SelectSmem& s = smem.select;
   const float* scores = p.scores + row * p.score_stride;
   const int stride = chunks * (4 * kSelectThreads);
-  const int first = ((threadIdx.x >> 3) * chunks + chunk) * kLine + (threadIdx.x & 7) * 4;
+  const int first = dealt_index(chunks, chunk);
   float4 x[kVectors];
   if (kVectors == 1 && there && first + 4 <= length) {
     x[0] = reinterpret_cast<const float4*>(s.indices)[kSelectThreads - 1 - threadIdx.x];
@@ -637,11 +647,8 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
   const int first_length = lane < p.rows ? __ldg(p.lengths + lane) : 0;  // of row `lane`, asked for before all else
   const int second_length = p.fixed && lane + 32 < p.rows ? __ldg(p.lengths + lane + 32) : 0;
   float4 own{};
-  const auto ask_for_own = [&]() {
-    if (p.fixed && blockIdx.x < p.rows && threadIdx.x * 4 + 4 <= p.width)
-      own = __ldcg(reinterpret_cast<const float4*>(p.scores + blockIdx.x * p.score_stride) + threadIdx.x);
-  };
-  if (!p.maxima_ready) ask_for_own();
+  if (!p.maxima_ready && p.fixed && blockIdx.x < p.rows && threadIdx.x * 4 + 4 <= p.width)
+    own = __ldcg(reinterpret_cast<const float4*>(p.scores + blockIdx.x * p.score_stride) + threadIdx.x);
   // the bins are clear whenever nobody counts: find_bin leaves them so
   clear_bins(smem.select);
   if (!p.maxima_ready) {
@@ -653,11 +660,11 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
     if (row < p.rows) {
       if (p.dealt_ahead) {
         // into the end of the list, which stays free until these values have been read
-        const int ahead = ((threadIdx.x >> 3) * p.chunks_ahead + chunk) * kLine + (threadIdx.x & 7) * 4;
+        const int ahead = dealt_index(p.chunks_ahead, chunk);
         if (ahead + 4 <= p.width)
           copy_async16(&smem.select.indices[kListed - 4 - threadIdx.x * 4], p.scores + row * p.score_stride + ahead);
       } else if (threadIdx.x < values / kLine) {
-        const int ahead = p.best && p.bits_ahead <= kStepBits + 2 ? (threadIdx.x * p.chunks_ahead + chunk) * kLine
+        const int ahead = p.best && p.bits_ahead <= kHeldBits ? (threadIdx.x * p.chunks_ahead + chunk) * kLine
                                                                   : first + threadIdx.x * kLine;
         if (ahead < p.width) prefetch(p.scores + row * p.score_stride + ahead);
       }
@@ -738,7 +745,7 @@ __global__ __launch_bounds__(kSelectThreads, 1) void topk_kernel(const __grid_co
     bool mine = true;
     // how many best values a chunk may leave, and how many thread maxima to find its bound from: twice its share or more
     int room = 0;
-    if (chunks > 1 && p.best && length <= kMaxDealt && chunk_bits <= kStepBits + 2) {
+    if (chunks > 1 && p.best && length <= kMaxDealt && chunk_bits <= kHeldBits) {
       room = p.best / chunks & ~3;
       if (min(room * 5 / 8, kMaxBest) * chunks < 2 * p.k) room = 0;
     }

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from dsv4_sm120.topk import reference  # noqa: E402
+from dsv4_sm120.topk.contest import means_of_neighbours  # noqa: E402
 
 PAGE = 64
 
@@ -194,8 +195,7 @@ def test_h20_ties(length, kind):
         x[0, 1000:1600] += 10
         x[1].view(-1, 32, 32)[:, 3] += 10
     elif kind == "alike neighbours":
-        sums = torch.randn(2, x.shape[1] + 64, generator=generator).double().cumsum(1)
-        x = (sums[:, 64:] - sums[:, :-64]).float() / 8
+        x = means_of_neighbours(*x.shape, 64, generator)
     check(make(2, 131072, [length, length - 3], scores=x, device="cuda"))
 
 
